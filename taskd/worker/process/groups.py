@@ -2,12 +2,12 @@
 
 Their store prefix, what their creation opened, and their retirement.
 
-Five functions of torch are wrapped, wherever a module has them: `rendezvous` (in a generation
-for which no store was opened, the store gets the prefix taskd/<generation>, so that it does not
-meet the keys of an earlier one), `_create_c10d_store` (whose way to the store can be aborted),
-`_new_process_group_helper` (remembers the group and the sockets that its creation opened),
-`destroy_process_group` (forgets it) and `init_process_group` (waits at the gate when called outside
-the recoverable function).
+Seven functions of torch are wrapped, wherever a module has them: `rendezvous` (in a generation for
+which no store was opened, the store gets the prefix taskd/<generation>, so that it does not meet
+the keys of an earlier one), `_create_c10d_store` (whose way to the store can be aborted),
+`_new_process_group_helper`, `split_group` and `shrink_group` (remember the group and the sockets
+that its creation opened), `destroy_process_group` (forgets it) and `init_process_group` (waits at
+the gate when called outside the recoverable function).
 
 Old groups are retired, never dropped: freeing the last reference to a gloo group joins its threads
 with the GIL held, while one of them may need the GIL to destroy a finished work. A group is kept
@@ -150,6 +150,10 @@ class Groups:
         if internals.has("the creation of process groups", (c10d, "_new_process_group_helper")):
             helper = c10d._new_process_group_helper
             wrappers[helper] = self._watched(helper)
+        # not by that one: out of a group that is there. Older versions lack the second.
+        for name in ("split_group", "shrink_group"):
+            if hasattr(c10d, name):
+                wrappers[getattr(c10d, name)] = self._watched(getattr(c10d, name))
         self._replaced.put(wrappers)
 
     def _prefixed(self, store: Any) -> Any:
@@ -192,11 +196,11 @@ class Groups:
         return create_c10d_store
 
     def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`_new_process_group_helper`, which remembers the group and what its creation opened."""
+        """A function that creates a group, which remembers it and what its creation opened."""
         from torch.distributed import GroupMember  # noqa: PLC0415
 
         @functools.wraps(original)
-        def new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+        def create_group(*args: Any, **kwargs: Any) -> Any:
             with self._lock:
                 opened = self.opened
                 outermost = opened.before is None
@@ -206,7 +210,7 @@ class Groups:
             try:
                 created = original(*args, **kwargs)
                 group = created[0] if isinstance(created, tuple) else created
-                if group != GroupMember.NON_GROUP_MEMBER:
+                if group is not None and group != GroupMember.NON_GROUP_MEMBER:
                     with self._lock:
                         self._add(opened, group)
             finally:
@@ -215,7 +219,7 @@ class Groups:
             self.created_at = time.monotonic()
             return created
 
-        return new_process_group_helper
+        return create_group
 
     def _add(self, opened: Opened, group: Any) -> None:
         """Under the lock: a group was created, or torch has found one that was there (by a tag)."""

@@ -185,6 +185,36 @@ def test_backends_that_have_no_options_or_no_ranks_in_them_are_left_as_they_are(
     assert vars(without.options) == {}
 
 
+def test_a_group_that_is_split_off_is_aborted_and_forgotten_as_all_are(groups, monkeypatch) -> None:
+    """As those of a mesh of several dimensions are on a device: nobody knew of them."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import device_mesh
+
+    assert device_mesh.split_group is dist.split_group
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        cpu, world = torch.device("cpu"), dist.group.WORLD
+        # torch lets gloo split where there is an accelerator
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: cpu)
+        world.bound_device_id = torch.device("cpu", 0)
+        options = world._get_backend(cpu).options
+        split = dist.split_group(split_ranks=[[0]], pg_options=options)
+        assert split is not None
+        assert groups.opened.groups == [world, split]
+        assert [*groups.gloo_names.values()] == [world.group_name, split.group_name]
+        dist.destroy_process_group(split)
+        assert groups.opened.groups == [world]
+    finally:
+        groups.retire()
+
+
+def test_a_rank_that_is_in_no_split_has_no_group_of_it(groups) -> None:
+    assert groups._watched(lambda: None)() is None
+    assert groups.opened.groups == []
+
+
 @pytest.mark.parametrize(("generation", "key"), [(3, "x"), (4, "taskd/4/x")])
 def test_a_store_that_serves_a_later_generation_has_a_prefix(generation: int, key: str) -> None:
     import torch.distributed as dist
