@@ -24,8 +24,8 @@ def report_shard(life: Life, *, cause: str) -> None:
         if holding.is_restored and holding.shard
     )
     if shard != records.shard:
-        records.shard = shard
         life.supervisor.tell(events.WorkerHolds, cause, shard=shard)
+        records.shard = shard  # afterwards: an interrupt before that would leave it untold for good
 
 
 def report_restored(life: Life) -> None:
