@@ -17,6 +17,7 @@ script's, and freed when torch would free it.
 """
 
 import functools
+import inspect
 import logging
 import os
 import sys
@@ -103,10 +104,15 @@ class Groups:
         self._store_port: int | None = None
         self._excepthook = sys.excepthook  # beneath that of torch
 
-    def install(self, around_init: Callable[[Callable[[], None]], None]) -> None:
+    def install(
+        self,
+        around_init: Callable[[Callable[[], None]], None],
+        look_at: Callable[[Any], None] = lambda _store: None,
+    ) -> None:
         """Put the wrappers into torch.
 
-        `around_init(call)` decides when an `init_process_group` may run.
+        `around_init(call)` decides when an `init_process_group` may run. `look_at` is called with
+        the store that the script gives to it.
         """
         from torch.distributed import distributed_c10d as c10d  # noqa: PLC0415
 
@@ -114,6 +120,7 @@ class Groups:
         use_numeric_names()
         original_rendezvous = c10d.rendezvous
         original_init = c10d.init_process_group
+        given = inspect.signature(original_init)
 
         @functools.wraps(original_rendezvous)
         def rendezvous(*args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -126,6 +133,8 @@ class Groups:
 
         @functools.wraps(original_init)
         def init_process_group(*args: Any, **kwargs: Any) -> None:
+            look_at(given.bind(*args, **kwargs).arguments.get("store"))
+
             def make() -> None:
                 self._take_hook_off()
                 original_init(*args, **kwargs)

@@ -36,6 +36,7 @@ from taskd.worker.process.interrupt import MainThreadInterrupter
 from taskd.worker.process.modes import Modes
 from taskd.worker.process.orders import Orders
 from taskd.worker.process.outer_group import OuterGroup
+from taskd.worker.process.own_store import OwnStore
 from taskd.worker.process.pulse import Pulse
 from taskd.worker.process.sigterm import Sigterm
 from taskd.worker.process.unwinding import Unwinding
@@ -78,6 +79,7 @@ class Runtime(Supervisor):
         self._unwinding = Unwinding(
             life, self.orders, self.groups, self._boundary, self._interrupter
         )
+        self._own_store = OwnStore(life.rank)
         self._pulse = Pulse(life, self.groups)
         self.sigterm = None if bootstrap.grace_s is None else Sigterm()
         self._imports = None if bootstrap.imports_fd is None else Imports(bootstrap.imports_fd)
@@ -92,7 +94,7 @@ class Runtime(Supervisor):
         """Begin to listen; from here on the process can be interrupted."""
         if self.life.box is not None:
             collectives.start(self.life.box)
-        self.groups.install(self.outer_group.around_init)
+        self.groups.install(self.outer_group.around_init, self._own_store.look_at)
         if self._is_restarted or self._imports is not None:
             first_step.watch(self._note_first_step)
         os.register_at_fork(after_in_child=self._disarm)
@@ -146,6 +148,7 @@ class Runtime(Supervisor):
             self._entered = True
             self._interrupter.check()
             self.outer_group.note_entry()
+            self._own_store.note_entry()
             self.uplink.tell(events.WorkerDeclared, "entered", entered=True)
 
     @property
