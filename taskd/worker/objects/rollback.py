@@ -179,6 +179,23 @@ class Rollback:
         self.untrained.remember(is_due=_is_due(self._commits))
         self._remember_small()
 
+    def remember_also(self) -> None:
+        """At the commit of another TrainState, whose step may have run modules of this one.
+
+        What that has written in them is part of the version that begins there. All else is as of
+        the last commit of its own.
+        """
+        if self._absent:
+            self._find_made()
+        if not self._commits:  # there are copies of all
+            memory.copy_all([*self._moving, *self._still])
+            return
+        if self._still:
+            self._sort_buffers()
+        if self._moving:
+            memory.copy_all(self._moving)
+        self.untrained.remember(is_due=False)
+
     def _remember_small(self) -> None:
         self._probes = []
         for role, optimizer in self._optimizer_items:

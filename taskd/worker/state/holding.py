@@ -19,7 +19,7 @@ from taskd.worker.objects.identity import identity_of
 from taskd.worker.objects.named import Named
 from taskd.worker.objects.positions import Positions
 from taskd.worker.objects.rollback import Rollback
-from taskd.worker.state.extras import Part, encode_part
+from taskd.worker.state.extras import Part, decode_part, encode_part
 
 if TYPE_CHECKING:
     import os
@@ -125,6 +125,13 @@ class Holding:
             if roles.values or positions or buffers or self.world
             else _BARE
         )
+
+    def remember_also(self) -> None:
+        """Another TrainState commits: its step may have changed buffers of this one."""
+        self.rollback.remember_also()
+        if self.rollback.has_moving:
+            part = decode_part(self.part)
+            self.part = encode_part(part.values, part.positions, self._read_buffers(), part.world)
 
     def _read_buffers(self) -> dict[str, bytes]:
         """Running statistics, which differ between ranks.

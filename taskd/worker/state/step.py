@@ -73,6 +73,13 @@ def begin_update(life: Life, holding: Holding, *, is_ours: bool = False) -> None
     life.mark(Phase.OPTIMIZER)
 
 
+def _remember_others(life: Life, holding: Holding) -> None:
+    """This step may have run their modules, in training mode: a generator in a discriminator's."""
+    for other in life.records.states.values():
+        if other is not holding and other.is_restored and not other.is_half_way:
+            other.remember_also()
+
+
 def commit(life: Life, holding: Holding) -> None:
     """One version further, and the boundary between two steps.
 
@@ -90,6 +97,7 @@ def commit(life: Life, holding: Holding) -> None:
     holding.step += 1
     holding.part = holding.encode()
     holding.is_ahead = False
+    _remember_others(life, holding)
     version = records.version = (records.version or 0) + 1
     logbook_of(life).write_committed(version, parts_of(records.states))
     ahead = [other for other in records.states.values() if other.is_ahead]
