@@ -78,6 +78,16 @@ def test_a_damaged_memory_that_is_reported_spoils_the_copy(steps, record):
     assert record.damage == why
 
 
+def test_an_error_code_changes_nothing_and_is_logged(steps, record, caplog):
+    with caplog.at_level(logging.INFO):
+        ttp.tft_report_error(ttp.ReportState.RS_HCCL_FAILED, "AB12")
+        ttp.tft_report_error(ttp.ReportState.RS_UCE, error_code="507053")
+    assert [name for name, _ in steps.calls] == ["spoil"]
+    assert "RS_HCCL_FAILED" in caplog.messages[0]
+    assert "AB12" in caplog.messages[0]
+    assert "507053" in caplog.messages[1]
+
+
 def test_one_that_is_reported_where_no_step_is_counted_is_not_forgotten(record):
     ttp.tft_report_error(ttp.ReportState.RS_UCE_CORRUPTED)
     assert "RS_UCE_CORRUPTED" in record.damage

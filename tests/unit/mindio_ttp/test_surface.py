@@ -30,7 +30,7 @@ FRAMEWORK = {
     "tft_set_dp_group_info": "rank dp_rank_list",
     "tft_exception_handler": "func",
     "tft_set_step_args": "args",
-    "tft_report_error": "error_type",
+    "tft_report_error": "error_type error_code=''",
     "tft_wait_next_action": "",
     "tft_get_repair_step": "",
     "tft_get_repair_type": "",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 from mindio_ttp import process
 from mindio_ttp.arguments import MAX_STEP, whole_number
 from mindio_ttp.names import Action, ReportState
 from mindio_ttp.notices import warn_once
 from mindio_ttp.reports import MEMORY_IS_DAMAGED
+
+log = logging.getLogger(__name__)
 
 
 def tft_is_reboot_node() -> bool:
@@ -50,15 +54,18 @@ def tft_get_repair_type() -> str:
     return process.current().repair_type
 
 
-def tft_report_error(error_type: ReportState | int) -> None:
+def tft_report_error(error_type: ReportState | int, error_code: str = "") -> None:
     """A damaged memory is noted: in the next recovery this rank receives its state from another.
 
     Whatever else went wrong is seen by taskd when the exception leaves the decorated function.
+    `error_code` is logged, and has no other effect.
 
     Raises:
         ValueError: no ReportState.
     """
     record, reported = process.current(), ReportState(error_type)
+    if error_code:
+        log.info("the script reports %s, code %s", reported.name, error_code)
     if reported not in MEMORY_IS_DAMAGED:
         return
     record.damage = f"{reported.name}: reported by the script"
