@@ -3,7 +3,8 @@
 Handlers, the identity prefix, and a helper that says a thing once.
 
 Only shells call `setup`, at their start; modules use `logging.getLogger(__name__)`. In the user's
-training processes nothing is set up: a library must not.
+training processes nothing is set up, as a library must not, but `stand_in`: what Python would print
+as bare text since nobody handles it says then whose it is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from taskd import files
+from taskd.files import open_to_append
+from taskd.streams import tell
 
 if TYPE_CHECKING:
     import pathlib
@@ -70,11 +72,45 @@ def _printable(character: str) -> str:
     return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
+class StandIn(logging.Handler):
+    """Prints what nobody else handles: what `logging.lastResort` would print, from its level on.
+
+    Asks at each record, so that a script may configure logging whenever it likes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(OneLine("%(asctime)s %(levelname)s taskd: %(message)s", "%H:%M:%S"))
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether it is ours to print. `lastResort` None: the script wants no such lines."""
+        last = logging.lastResort
+        return (
+            last is not None and record.levelno >= last.level and not self._has_others(record.name)
+        )
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """To stderr as it is now."""
+        try:
+            tell(self.format(record) + "\n")
+        except Exception:  # noqa: BLE001  # as every handler: arguments that do not fit the text
+            self.handleError(record)
+
+    def _has_others(self, name: str) -> bool:
+        """Whether a record of this logger comes to a handler of somebody else."""
+        logger: logging.Logger | None = logging.getLogger(name)
+        while logger is not None:
+            if any(handler is not self for handler in logger.handlers):
+                return True
+            logger = logger.parent if logger.propagate else None
+        return False
+
+
 class PrivateFile(logging.handlers.RotatingFileHandler):
     """A rotating file of mode 0640 that is no symbolic link."""
 
     def _open(self):  # type: ignore[no-untyped-def]  # noqa: ANN202
-        return os.fdopen(files.open_to_append(self.baseFilename), self.mode, encoding="utf-8")
+        return os.fdopen(open_to_append(self.baseFilename), self.mode, encoding="utf-8")
 
 
 class SayOnce:
@@ -142,6 +178,12 @@ def setup(config: LogConfig, *, job_id: str, role: str) -> Identity:
             problem,
         )
     return identity
+
+
+def stand_in() -> None:
+    """In a training process: see `StandIn`. More than once is as once."""
+    if not any(isinstance(handler, StandIn) for handler in log.handlers):
+        log.addHandler(StandIn())
 
 
 def make_directory(path: pathlib.Path) -> str | None:

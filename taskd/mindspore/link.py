@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from taskd.core import events
 from taskd.core.faults import Fault, FaultKind
 from taskd.errors import NativeLibraryError
+from taskd.log import stand_in
 from taskd.native import death_alarm, last_words
 from taskd.native.arenas import Arenas
 from taskd.native.black_box import BlackBox, Phase
@@ -179,6 +180,7 @@ def of_process(door: str, rank: int | None) -> Link | None:
     """The link of this process, made by the first call; None: it has none."""
     if not _held:
         _held.append(None)
+        stand_in()
         parcel = fetch(door, rank)
         try:
             _held[0] = None if parcel is None else Link(parcel)

@@ -31,8 +31,8 @@ def test_what_they_raise_between_two_entries_costs_no_process(tmp_path: pathlib.
         for rank in (1, 2):
             for name in ("SIGCHLD", "SIGALRM"):
                 said = (
-                    f"rank {rank}: a signal handler of the script has raised between two entries "
-                    "of the recoverable function, and that is dropped: "
+                    f" WARNING taskd: rank {rank}: a signal handler of the script has raised "
+                    "between two entries of the recoverable function, and that is dropped: "
                     f"RuntimeError: signal {name} has come"
                 )
                 assert finished.output.count(said) == 1, finished.output

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -148,3 +149,66 @@ def test_the_last_line_of_a_job_leaves_the_exit_code_alone() -> None:
     )
     command = ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, program]
     assert subprocess.run(command, check=False, timeout=60).returncode == 2
+
+
+# ------------------------------------------------------------------ in a training process
+
+# What a training script does about logging, and the lines that a WARNING of TaskD makes of it.
+_SCRIPTS = {
+    "nothing": ("", r"\d\d:\d\d:\d\d WARNING taskd: a loss of 7\n"),
+    "before": ("logging.basicConfig()", "WARNING:taskd.part:a loss of 7\n"),
+    "on taskd": (
+        "logging.getLogger('taskd').addHandler(logging.StreamHandler())",
+        "a loss of 7\n",
+    ),
+    "on a part": (
+        "logging.getLogger('taskd.part').addHandler(logging.StreamHandler())",
+        "a loss of 7\n",
+    ),
+    "silent": ("logging.getLogger('taskd').addHandler(logging.NullHandler())", ""),
+    "no last resort": ("logging.lastResort = None", ""),
+    "errors only": ("logging.getLogger('taskd').setLevel('ERROR')", ""),
+    "apart": (
+        "logging.basicConfig(); logging.getLogger('taskd').propagate = False",
+        r"\d\d:\d\d:\d\d WARNING taskd: a loss of 7\n",
+    ),
+}
+
+
+def _printed(*lines: str) -> str:
+    """What a process prints to stderr that runs these."""
+    source = "\n".join(("import logging", "from taskd import log", *lines))
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stderr
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+@pytest.mark.parametrize("does", _SCRIPTS)
+def test_a_warning_in_a_training_process_is_printed_once_and_says_what_it_is(does, order) -> None:
+    script, expected = _SCRIPTS[does]
+    ours = "log.stand_in(); log.stand_in()"
+    printed = _printed(
+        *((ours, script) if order == "first" else (script, ours)),
+        "part = logging.getLogger('taskd.part')",
+        "part.info('nothing to see')",
+        "part.warning('a loss of %d', 7)",
+    )
+    assert re.fullmatch(expected, printed), printed
+
+
+def test_a_script_that_configures_logging_later_gets_the_lines_from_then_on() -> None:
+    printed = _printed(
+        "log.stand_in()",
+        "part = logging.getLogger('taskd.part')",
+        "part.warning('one\\ntwo')",
+        "logging.basicConfig(format='own %(message)s')",
+        "part.warning('three')",
+    )
+    assert re.fullmatch(r"\S+ WARNING taskd: one\\ntwo\nown three\n", printed)
+
+
+def test_a_line_whose_arguments_do_not_fit_costs_no_exception() -> None:
+    printed = _printed("log.stand_in()", "logging.getLogger('taskd').warning('%d', 'x')")
+    assert "--- Logging error ---" in printed

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from taskd.core import commands, events
 from taskd.errors import Interrupted, RemoteProtocolError
+from taskd.log import stand_in
 from taskd.native import collectives, death_alarm, last_words
 from taskd.native.black_box import BlackBox, Phase
 from taskd.transport.channel import Channel
@@ -278,6 +279,7 @@ def start(given: dict[str, Any]) -> Runtime | None:
     store prefix and the guard are set up, and what a TrainState needs to read and write
     checkpoints: the job's work on the disk does not depend on a manager.
     """
+    stand_in()
     bootstrap = Bootstrap.of(given)
     if bootstrap.plain:
         death_alarm.guard(BlackBox.attach(bootstrap.box_fd), bootstrap.life_fd)
