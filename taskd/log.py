@@ -20,6 +20,7 @@ from taskd.streams import tell
 
 if TYPE_CHECKING:
     import pathlib
+    from collections.abc import Iterable
 
     from taskd.config import LogConfig
 
@@ -178,6 +179,12 @@ def setup(config: LogConfig, *, job_id: str, role: str) -> Identity:
             problem,
         )
     return identity
+
+
+def warn_of_misspelt(found: Iterable[tuple[str, str]]) -> None:
+    """At the start: variables that nobody reads, each with the one that was probably meant."""
+    for name, near in found:
+        log.warning("the variable %s is read by nobody: did you mean %s?", name, near)
 
 
 def stand_in() -> None:

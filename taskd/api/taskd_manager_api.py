@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from taskd.api.veneer import as_bool, warn_of_unknown_keys
-from taskd.config import ManagerConfig
+from taskd.config import ManagerConfig, misspelt_variables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,6 +43,7 @@ def init_taskd_manager(config: Mapping[str, object]) -> bool:
         return False
     identity = log_setup.setup(loaded.log, job_id=loaded.job_id, role="manager")
     warn_of_unknown_keys("init_taskd_manager", config, loaded.KEYS)
+    log_setup.warn_of_misspelt(misspelt_variables())
     _held.is_off = not loaded.is_enabled
     if loaded.is_enabled:
         _held.service = service.open_service(loaded, identity)

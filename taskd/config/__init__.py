@@ -34,7 +34,7 @@ from taskd.config.paths import (
 )
 from taskd.config.relay import CallbackAgentConfig, RelayConfig
 from taskd.config.secret import MIN_SECRET_BYTES
-from taskd.config.values import unknown
+from taskd.config.values import misspelt, misspelt_variables, unknown
 from taskd.config.worker import WorkerConfig
 from taskd.core.timeouts import DEFAULT_FAULT_TIMEOUT_S
 
@@ -59,6 +59,8 @@ __all__ = [
     "is_patch_enabled",
     "job_id",
     "join_address",
+    "misspelt",
+    "misspelt_variables",
     "pod_ip",
     "profiling_base",
     "profiling_switch",

@@ -43,3 +43,7 @@ LOCAL_WORLD_SIZE_ENV = "LOCAL_WORLD_SIZE"
 MS_NODE_RANK_ENV = "MS_NODE_RANK"
 MAX_RESTARTS_ENV = "TASKD_MAX_RESTARTS"
 DOOR_ENV = "TASKD_DOOR"
+
+OF_TASKD = tuple(
+    sorted(value for name, value in vars().copy().items() if name.endswith("_ENV"))
+)  # all of them, also those that others have named

@@ -4,14 +4,20 @@ Every error is a `ConfigError` that says what is accepted.
 """
 
 import difflib
-from collections.abc import Mapping
+import os
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
 
+from taskd.config.names import OF_TASKD
 from taskd.errors import ConfigError
 
 Environment = Mapping[str, str]
 Settings = Mapping[str, object]
 MAX_SECONDS = 86400.0  # a day: whoever waits longer for a stuck rank has mistyped
+
+# Above it names differ in a letter or two: checkpoint_evry. Below it are names that somebody means:
+# checkpoint_step is like checkpoint_keep by 0.87.
+_NEARLY = 0.9
 
 T = TypeVar("T")
 
@@ -37,6 +43,17 @@ def unknown(config: Settings | None, known: tuple[str, ...]) -> list[tuple[str, 
     return [
         (key, folded[found[0]] if found else "") for key, found in near.items() if key not in known
     ]
+
+
+def misspelt(given: Iterable[str], known: Collection[str]) -> list[tuple[str, str]]:
+    """Each name that is nearly a known one, with that one. What is another name is left out."""
+    near = ((name, difflib.get_close_matches(name, known, 1, _NEARLY)) for name in given)
+    return [(name, found[0]) for name, found in near if found and name not in known]
+
+
+def misspelt_variables(environment: Environment = os.environ) -> list[tuple[str, str]]:
+    """The same of the variables that begin like ours."""
+    return misspelt((name for name in environment if name.startswith("TASKD_")), OF_TASKD)
 
 
 def typed(config: Settings, key: str, kind: type[T], accepted: str) -> T | None:

@@ -16,6 +16,7 @@ from taskd.agent.drain import Drain
 from taskd.agent.link.automatic import AutomaticManager
 from taskd.agent.service import Service
 from taskd.clock import MonotonicClock
+from taskd.config import misspelt_variables
 from taskd.torchrun.host import TorchrunHost
 from taskd.torchrun.settings import manager_place
 
@@ -47,6 +48,7 @@ def run(
     host = TorchrunHost(launcher, context)
     identity = log_setup.setup(settings.log, job_id=settings.job_id, role=f"agent-{host.node_rank}")
     log.info("taskd %s from %s", taskd.__version__, taskd.__path__[0])
+    log_setup.warn_of_misspelt(misspelt_variables())
     place = manager_place(
         settings, launcher.master_host, node_rank=host.node_rank, node_count=host.node_count
     )

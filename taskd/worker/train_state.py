@@ -6,14 +6,18 @@ objects are held by `taskd.worker.state.holding`; the order of a commit is
 commit() counts and restore() finds nothing.
 """
 
+import logging
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import fields
 from typing import Any
 
 import torch.distributed as dist
 
+from taskd.config import misspelt
 from taskd.errors import StateError
+from taskd.log import SayOnce
 from taskd.worker.life import Life, current
 from taskd.worker.objects.roles import Roles, is_plain
 from taskd.worker.restore.restoration import Restored, restore
@@ -22,6 +26,10 @@ from taskd.worker.saving.periodic import save
 from taskd.worker.state import step
 from taskd.worker.state.holding import Holding, Settings
 from taskd.worker.state.phases import checkpointing
+
+log = logging.getLogger(__name__)
+
+_said = SayOnce()
 
 
 class TrainState:
@@ -84,6 +92,7 @@ class TrainState:
             checkpoint_dir, checkpoint_every, checkpoint_keep, snapshot_every, snapshot_buddy
         )
         holding = Holding(name, Roles.sort(name, objects), shard_id, settings)
+        _warn_of_misspelt(name, holding.roles.values)
         object.__setattr__(self, "_holding", holding)
         object.__setattr__(self, "_restored", None)
         self.step = first_step
@@ -271,6 +280,20 @@ class TrainState:
             f"TrainState({holding.name!r}, step={holding.step}, "
             f"{', '.join(sorted(holding.roles.object_roles()))})"
         )
+
+
+def _warn_of_misspelt(name: str, values: Iterable[str]) -> None:
+    """Plain values that are nearly an option: said once, as each entry has them again."""
+    options = ("shard_id", *(field.name for field in fields(Settings)))
+    for value, option in misspelt(values, options):
+        if _said.is_new(value):
+            log.warning(
+                "TrainState(%r): %s is no option of it and is kept as a plain value: did you mean "
+                "%s?",
+                name,
+                value,
+                option,
+            )
 
 
 def _check_place(life: Life, name: str) -> None:

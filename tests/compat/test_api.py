@@ -141,6 +141,7 @@ def test_a_manager_is_initialised_once_with_all_documented_keys(monkeypatch) -> 
 
 def test_a_key_that_nobody_reads_is_named_with_the_one_that_was_meant(monkeypatch, capsys) -> None:
     monkeypatch.setenv("TASKD_PORT", free_port())
+    monkeypatch.setenv("TASKD_FAULT_TIMOUT", "9")
     assert api.init_taskd_manager({"node_num": 2, "cluster_infos": {}}) is True
     assert api.init_taskd_proxy({"ListenPort": free_port(), "UpstreamAdr": "::1"}) is True
     assert api.init_taskd_agent(
@@ -149,6 +150,7 @@ def test_a_key_that_nobody_reads_is_named_with_the_one_that_was_meant(monkeypatc
     said = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
     expected = (
         "init_taskd_manager: 'node_num' .* has no effect: did you mean node_nums\\?",
+        "TASKD_FAULT_TIMOUT is read by nobody: did you mean TASKD_FAULT_TIMEOUT\\?",
         "init_taskd_proxy: 'UpstreamAdr' .* has no effect: did you mean UpstreamAddr\\?",
         "init_taskd_agent: 'other' .* has no effect; it knows Framework, UpstreamAddr, ",
     )

@@ -80,9 +80,11 @@ def check(job: harness.Job, digests: dict[int, str], faults: int) -> None:
 
 
 def test_a_killed_rank_is_replaced_in_place(tmp_path: pathlib.Path, reference) -> None:
-    with installed_job(tmp_path, FAULTS="1@5:forward:kill") as job:
-        start(job)
+    with installed_job(tmp_path, FAULTS="1@5:forward:kill", TASKD_FAULT_TIMOUT="9") as job:
+        agent = start(job)
         check(job, reference(), faults=1)
+        said = "the variable TASKD_FAULT_TIMOUT is read by nobody: did you mean TASKD_FAULT_TIMEOUT"
+        assert agent.text.count(said) == 1  # by torchrun, and not by the manager that it starts
         (record,) = job.recoveries()
         assert (record["strategy"], record["steps_redone"]) == ("recover-in-place", 0)
         assert (job.log_dir / "manager.log").exists()

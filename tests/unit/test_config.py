@@ -23,6 +23,7 @@ from taskd.config import (
     launcher,
 )
 from taskd.config.msrun import MsrunConfig
+from taskd.config.names import OF_TASKD
 from taskd.config.signals import interrupt_signal
 from taskd.errors import ConfigError
 
@@ -258,6 +259,31 @@ def test_a_relay_takes_names_of_hosts() -> None:
 )
 def test_a_key_that_nobody_reads_is_found_with_the_nearest_one(key: str, near: str) -> None:
     assert config.unknown({key: 1, "job_id": "j"}, ManagerConfig.KEYS) == [(key, near)]
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("TASKD_FAULT_TIMOUT", ["TASKD_FAULT_TIMEOUT"]),
+        ("TASKD_GRACE", ["TASKD_GRACE_S"]),
+        ("TASKD_CHECKPOINTS_DIR", ["TASKD_CHECKPOINT_DIR"]),
+        ("TASKD_FAULT_TIMEOUT", []),
+        ("TASKD_WORKER", []),
+        ("TASKD_TEST_SEED", []),
+        ("TASKD_BUILD_NATIVE", []),
+        # of MindCluster
+        ("TASKD_PROCESS_INTERVAL", []),
+        ("TASKD_REPORT_FAULT_TIMEOUT", []),
+        ("RANKS", []),
+    ],
+)
+def test_only_a_variable_that_is_nearly_one_of_ours_is_misspelt(name, near) -> None:
+    assert config.misspelt_variables({name: "1", "TASKD_PORT": "9"}) == [(name, it) for it in near]
+
+
+def test_no_variable_of_ours_is_a_misspelt_one() -> None:
+    assert "TASKD_MANAGER" in OF_TASKD
+    assert config.misspelt_variables(dict.fromkeys(OF_TASKD, "")) == []
 
 
 def test_keys_that_are_known_or_ignored_are_not_spoken_of() -> None:

@@ -151,6 +151,13 @@ def test_the_last_line_of_a_job_leaves_the_exit_code_alone() -> None:
     assert subprocess.run(command, check=False, timeout=60).returncode == 2
 
 
+def test_a_variable_that_is_misspelt_is_named_with_the_one_that_was_meant(caplog) -> None:
+    log_module.warn_of_misspelt([("TASKD_PROT", "TASKD_PORT")])
+    assert caplog.messages == [
+        "the variable TASKD_PROT is read by nobody: did you mean TASKD_PORT?"
+    ]
+
+
 # ------------------------------------------------------------------ in a training process
 
 # What a training script does about logging, and the lines that a WARNING of TaskD makes of it.

@@ -133,6 +133,19 @@ class TestMistakes:
         ):
             TrainState(snapshot_buddy=True)
 
+    def test_an_option_that_is_misspelt_is_warned_of_once(self, job, caplog):
+        def entry():
+            TrainState(checkpoint_evry=10, snapshot_every=2, checkpoint_step=3, shard=1)
+
+        job.enter(entry)
+        job.life.records.states.clear()
+        job.enter(entry)
+        (said,) = [line for line in caplog.messages if "did you mean" in line]
+        assert said == (
+            "TrainState('train'): checkpoint_evry is no option of it and is kept as a plain value: "
+            "did you mean checkpoint_every?"
+        )
+
     def test_the_same_name_twice(self, job):
         def entry():
             TrainState(epoch=1)
