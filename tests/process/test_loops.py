@@ -1,4 +1,4 @@
-"""The loops that docs/operations.md shows."""
+"""The loops that docs/operations.md shows: evaluations, and two optimizers that step in turn."""
 
 from __future__ import annotations
 
@@ -64,3 +64,17 @@ def test_one_behind_commit_is_not(tmp_path, without_fault) -> None:
     assert found["evaluated"] == [4, 8]
     assert found["saved"]["step"] == 8
     assert found["saved"]["loss"] < found["returned"][0]["best"], "it fell back to that of step 4"
+
+
+@pytest.mark.parametrize("fault", ["1@3:critic", "1@3:maker", "0@5:maker"])
+def test_a_train_state_for_each_phase_keeps_the_survivors(tmp_path, without_fault, fault) -> None:
+    found = run(tmp_path, "two_phases.py", "two", fault)
+    assert found["strategies"] == ["recover-in-place"]
+    assert found["returned"] == without_fault("two_phases.py", "two")["returned"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "strategy"), [("1@3:critic", "recover-in-place"), ("1@3:maker", "restart")]
+)
+def test_one_for_both_phases_keeps_them_in_the_first_alone(tmp_path, fault, strategy) -> None:
+    assert run(tmp_path, "two_phases.py", "one", fault)["strategies"] == [strategy]

@@ -1,0 +1,97 @@
+"""Two models that are trained in turn, as a GAN is: a critic, and a maker that it judges.
+
+FAULTS  see testbed.script; places: "critic", "maker" (before the backward pass of that phase)
+CASE    "two": a TrainState for each phase, as docs/operations.md says it; "one": a TrainState
+        for both
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import taskd
+from testbed.script import RANK, fact, kill_self, planned_faults, strike
+
+STEPS, CASE = 8, os.environ["CASE"]
+WAYS = {"kill": kill_self}
+_faults = planned_faults(os.environ.get("FAULTS", ""))
+
+
+def here(place: str, step: int) -> None:
+    for fault in _faults:
+        if (fault.place, fault.step) == (place, step):
+            strike(fault, step, WAYS)
+
+
+def real(step: int) -> torch.Tensor:
+    return torch.randn(8, 2, generator=torch.Generator().manual_seed(100 * step + RANK))
+
+
+class Both:
+    """The models, and what is done with them in each phase."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.critic, self.maker = torch.nn.Linear(2, 1), torch.nn.Linear(3, 2)
+        self.ddp_critic = DistributedDataParallel(self.critic)
+        self.ddp_maker = DistributedDataParallel(self.maker)
+        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=0.01)
+        self.maker_optimizer = torch.optim.Adam(self.maker.parameters(), lr=0.01)
+        torch.manual_seed(10 + RANK)
+
+    def train_critic(self, step: int) -> None:
+        with torch.no_grad():
+            made = self.maker(torch.randn(8, 3))
+        self.critic_optimizer.zero_grad()
+        judged = self.ddp_critic(torch.cat([real(step), made]))
+        here("critic", step)
+        (judged[8:].mean() - judged[:8].mean()).backward()
+        self.critic_optimizer.step()
+
+    def train_maker(self, step: int) -> None:
+        self.maker_optimizer.zero_grad()
+        made = self.ddp_maker(torch.randn(8, 3))
+        here("maker", step)
+        (-self.critic(made).mean()).backward()
+        self.maker_optimizer.step()
+
+
+def in_two(both: Both) -> None:
+    critic = taskd.TrainState("critic", model=both.critic, optimizer=both.critic_optimizer)
+    maker = taskd.TrainState("maker", model=both.maker, optimizer=both.maker_optimizer)
+    critic.restore()
+    maker.restore()
+    while maker.step < STEPS:
+        if critic.step == maker.step:
+            both.train_critic(maker.step)
+            critic.commit()
+        both.train_maker(maker.step)
+        maker.commit()
+
+
+def in_one(both: Both) -> None:
+    state = taskd.TrainState(
+        critic=both.critic,
+        critic_optimizer=both.critic_optimizer,
+        maker=both.maker,
+        maker_optimizer=both.maker_optimizer,
+    )
+    state.restore()
+    while state.step < STEPS:
+        both.train_critic(state.step)
+        both.train_maker(state.step)
+        state.commit()
+
+
+@taskd.recoverable
+def train() -> None:
+    dist.init_process_group("gloo")
+    both = Both()
+    (in_two if CASE == "two" else in_one)(both)
+    weights = [tensor.tolist() for it in (both.critic, both.maker) for tensor in it.parameters()]
+    fact("returned", weights=weights)
+
+
+train()
