@@ -25,6 +25,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+def signal_of(error: BaseException) -> str:
+    """The name of the signal whose handler has raised this; "": it is another exception.
+
+    Torchrun's handler says in it which one it was.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return "SIGINT"
+    number = getattr(error, "sigval", None)
+    return number.name if isinstance(number, signal.Signals) else ""
+
+
+def interruption_of(error: BaseException) -> str:
+    """What the manager is told of an exception that has ended the agent."""
+    return f"torchrun was interrupted, {signal_of(error)}".removesuffix(", ")
+
+
 class Drain:
     """Use as a context manager. `grace_s` None: leave SIGTERM alone.
 

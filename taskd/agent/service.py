@@ -17,6 +17,7 @@ import logging
 import uuid
 from typing import TYPE_CHECKING
 
+from taskd.agent.drain import interruption_of
 from taskd.agent.link.connection import ManagerConnection
 from taskd.agent.link.electing import Electing
 from taskd.agent.link.reach import Reach
@@ -137,14 +138,15 @@ class Service:
 
         Exceptions of torchrun's signal handlers pass through; the manager is told.
         """
-        farewell = ("stopped", "torchrun was interrupted")
         try:
             self._read_workers()  # what happened while torchrun waited for the start
             self._read_processes()
             while self._outcome is None:
                 self._turn()
             farewell = (self._outcome.kind, self._outcome.reason)
-            return self._outcome
+        except BaseException as error:
+            farewell = ("stopped", interruption_of(error))
+            raise
         finally:
             with contextlib.suppress(OSError):
                 # Also of a fallback: a manager that was only stopped finds it when it goes on.
@@ -156,6 +158,7 @@ class Service:
             self._manager.close()
             self._deaths.close()
             self._endings.close()
+        return self._outcome
 
     def _turn(self) -> None:
         now = self._clock.now()

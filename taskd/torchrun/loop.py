@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import taskd
 from taskd import log as log_setup
 from taskd import streams
-from taskd.agent.drain import Drain
+from taskd.agent.drain import Drain, signal_of
 from taskd.agent.link.automatic import AutomaticManager
 from taskd.agent.service import Service
 from taskd.clock import MonotonicClock
-from taskd.config import misspelt_variables
+from taskd.config import STRATEGY_ENV, checkpoint_directory, misspelt_variables
 from taskd.torchrun.host import TorchrunHost
 from taskd.torchrun.settings import manager_place
 
@@ -82,7 +82,11 @@ def _serve(
             automatic=automatic,
             electing=electing,
         )
-        outcome = service.run()
+        try:
+            outcome = service.run()
+        except BaseException as error:
+            _say_what_interrupted(settings, host, signal_of(error))
+            raise
         if outcome.kind == "dumped":
             drain.finish()
     if not host.workers and outcome.kind in {"failed", "fallback"}:
@@ -113,11 +117,32 @@ def _serve(
 
 def _what_begins_again(host: TorchrunHost) -> str:
     """The steps that a start of all workers costs, as far as this node knows."""
-    versions = (worker.left.version for worker in host.workers.values())
-    steps = max((version for version in versions if version is not None), default=0)
+    steps = _committed_steps(host)
     if not steps:
         return ""
     return f" Of {steps} committed steps those begin again that no checkpoint holds."
+
+
+def _committed_steps(host: TorchrunHost) -> int:
+    versions = (worker.left.version for worker in host.workers.values())
+    return max((version for version in versions if version is not None), default=0)
+
+
+def _say_what_interrupted(settings: AgentConfig, host: TorchrunHost, name: str) -> None:
+    """A signal ends this torchrun: which one, and what would have saved the job.
+
+    Nothing is read from a disk, which may hang, while the workers wait to be ended.
+    """
+    if not name:
+        return
+    reason = f"torchrun got {name} after {_committed_steps(host)} committed steps"
+    if name == "SIGTERM" and settings.drain_s is None:
+        reason += (
+            "; nothing was saved, as dump is not among the strategies "
+            f"({STRATEGY_ENV}=recover-in-place,dump saves the newest step). taskd dump ls "
+            f"{checkpoint_directory()} lists the periodic checkpoints, if there are any"
+        )
+    _say_at_the_end(settings.job_id, reason)
 
 
 def _await_others(launcher: Launcher, host: TorchrunHost, job_id: str) -> RunResult:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import signal
 import time
 from typing import TYPE_CHECKING, TypeVar
@@ -370,9 +371,21 @@ def test_nothing_is_left_when_torchrun_is_ended(tmp_path: pathlib.Path, number: 
         agent = job.start_agent("train.py", nproc=2)
         wait_for_step(job, 3)
         os.kill(agent.process.pid, number)
-        assert agent.wait(30).returncode != 0
+        finished = agent.wait(30)
+        assert finished.returncode != 0
         assert job.manager is not None
         assert job.manager.wait(30).returncode == 1
+        if number != signal.SIGKILL:
+            name = signal.Signals(number).name
+            said = (
+                rf"taskd: job test-job has ended: torchrun got {name} after (\d+) committed steps"
+            )
+            found = re.match(said, finished.last_line)
+            assert found is not None, finished.output
+            assert int(found[1]) >= 3
+            is_told = "TASKD_RECOVER_STRATEGY=recover-in-place,dump" in finished.last_line
+            assert is_told == (number == signal.SIGTERM)
+            assert f"(stopped: torchrun was interrupted, {name})" in job.manager.text
         deadline = time.monotonic() + 15
         while job.leftovers() and time.monotonic() < deadline:
             # the workers end a moment after torchrun: waiting for that fact
