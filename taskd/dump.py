@@ -67,6 +67,12 @@ def _ls(directory: Path) -> int:
 
 
 def _show(path: Path) -> int:
+    if path.is_dir() and not (path / "taskd.json").exists():
+        found = folder.scan(path, None)
+        if found.valid or found.passed_over:
+            raise CheckpointError(
+                f"{path}: is a directory of checkpoints: taskd dump ls {path} lists them"
+            )
     checkpoint = folder.check(path, None)
     manifest = checkpoint.manifest
     held = _flat_contents(checkpoint) if manifest.is_flat else _torch_contents(path)

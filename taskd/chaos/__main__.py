@@ -71,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--digest",
         metavar="REGEX",
-        help="what the output must have in common with that of the reference",
+        help="what the output must have in common with that of the reference; two processes that "
+        "print it at once mix their lines, unless each writes its own, with its end, in one call",
     )
     add(
         "--limit",

@@ -73,7 +73,8 @@ def compare(reference: str, output: str, pattern: re.Pattern[str]) -> tuple[str,
     missing, more = Counter(expected) - Counter(found), Counter(found) - Counter(expected)
     return "no", (
         f"the digests differ: only without faults {sorted(missing.elements())}, only with faults "
-        f"{sorted(more.elements())}"
+        f"{sorted(more.elements())}. If lines of two processes are mixed in it, have each written "
+        "with its end in one call"
     )
 
 

@@ -156,6 +156,7 @@ def test_what_fails(outcome: Outcome, word: str) -> None:
         ("digest 1\ndigest 2\n", "noise\ndigest 2\ndigest 1\n", "yes", ""),
         ("digest 1\n", "digest 1\ndigest 1\n", "no", "only with faults ['digest 1']"),
         ("digest 1\n", "digest 3\n", "no", "only without faults ['digest 1']"),
+        ("digest 1\ndigest 1\n", "digestdigest  11\n\n", "no", "written with its end in one call"),
         ("nothing\n", "nothing\n", "no", "matches nothing"),
     ],
 )

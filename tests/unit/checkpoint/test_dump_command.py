@@ -81,6 +81,16 @@ def test_show_tells_what_is_in_it(tmp_path, capsys) -> None:
     assert (code, err) == (1, f"{tmp_path}/missing: is missing\n")
 
 
+def test_show_of_a_directory_of_checkpoints_says_what_lists_them(tmp_path, capsys) -> None:
+    said = f"{tmp_path}: is a directory of checkpoints: taskd dump ls {tmp_path} lists them\n"
+    draft_of(tmp_path, 40).join(0)
+    assert run(capsys, "show", tmp_path) == (1, "", said)
+    save(tmp_path, 10)
+    assert run(capsys, "show", tmp_path) == (1, "", said)
+    (tmp_path / "other").mkdir()
+    assert run(capsys, "show", tmp_path / "other")[2].endswith("other/taskd.json: is missing\n")
+
+
 def test_verify_names_every_bad_file_and_why(tmp_path, capsys) -> None:
     good, bad = save(tmp_path, 10), save(tmp_path, 20, writers=(0, 1, 2))
     assert run(capsys, "verify", tmp_path) == (0, f"{bad}: ok\n{good}: ok\n", "")
