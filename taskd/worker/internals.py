@@ -44,9 +44,6 @@ LOST = {
         "waiting for data counts as a part of the step for the hang limits, and nobody warns of "
         "DataLoader(shuffle=True)"
     ),
-    "the seeds of passes through data": (
-        "random numbers after a fault in the middle of a pass differ from those without it"
-    ),
     "the flight recorder": (
         "a rank that hangs outside collectives of gloo is not told from those that wait for it in "
         "one, and profiles have no collectives of gloo"

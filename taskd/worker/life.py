@@ -167,7 +167,6 @@ class Records:
     restored_at: float | None = None  # monotonic time at which the last restore() was done
     restored_from: str = ""  # what it said
     random_at_restore: Any = None  # the state of torch's global generator then
-    passes: Any = None  # those of the present entry, see `taskd.worker.state.passes`
 
     @property
     def whole_version(self) -> int | None:

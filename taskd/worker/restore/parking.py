@@ -45,7 +45,6 @@ def park_all(life: Life, *, has_returned: bool = False) -> ParkReport:
         else:
             holding.detach()
     records.states = {}
-    records.passes = None
     saving.stored = None
     if saving.periodic is not None:
         saving.periodic.abandon()

@@ -36,7 +36,6 @@ from taskd.worker.state.extras import decode_part
 from taskd.worker.state.holding import Holding, Peers
 from taskd.worker.state.keeping import keeping_of
 from taskd.worker.state.logbook import logbook_of, parts_of
-from taskd.worker.state.passes import passes_of
 from taskd.worker.state.shard_report import report_restored
 
 log = logging.getLogger(__name__)
@@ -158,8 +157,6 @@ def _read(life: Life, holding: Holding, named: Named, checkpoint: Checkpoint) ->
     version = life.records.version = checkpoint.manifest.version
     if own:
         logbook_of(life).randoms.restore(own["random"])
-        if _is_first(life):
-            passes_of(life).expect(version, own.get("passes", ()), own["random"])
         if _is_first(life) and own["values"]:  # else only pending ones were saved
             # of all states: this rank may be stopped before the next one, which others then send
             logbook_of(life).write_committed(version, contents.parts(own))
@@ -315,11 +312,7 @@ def _held(life: Life) -> tuple[str, ...]:
 
 def _restore_random(life: Life, version: int, random: dict[str, Any] | None) -> None:
     if random is not None:
-        logbook = logbook_of(life)
-        logbook.randoms.restore(random)
-        found = logbook.find(version) if _is_first(life) else None
-        if found is not None:
-            passes_of(life).expect(version, found.passes, random)
+        logbook_of(life).randoms.restore(random)
     elif version:  # before the first step that is right
         log.warning(
             "rank %d: no RNG and sampler state of version %d is known of this rank: it goes on "

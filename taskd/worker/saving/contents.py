@@ -151,7 +151,7 @@ def _check_names(holding: Holding) -> None:
 
 
 def own(life: Life, version: int) -> dict[str, Any]:
-    """What is this rank's alone: generators, positions, values, running statistics, passes."""
+    """What is this rank's alone: generators, positions, values, running statistics."""
     found = logbook_of(life).find(version)
     return {} if found is None else {name_of_rank(life.world_rank): readable(found)}
 
@@ -197,7 +197,6 @@ def readable(found: Extras, loads: Callable[[bytes], Any] = pickle.loads) -> dic
         "positions": positions,
         "values": values,
         "buffers": {name: part.buffers for name, part in parts.items()},
-        "passes": found.passes,
     }
 
 

@@ -85,12 +85,7 @@ def _completed(life: Life, rank: int, version: int, left: Mapping[int, bytes]) -
             f"rank {rank}", state, found, before, told, parked.positions.walkers
         )
         parts[state] = encode_part(part.values, part.positions, part.buffers, part.world)
-    return dataclasses.replace(
-        found,
-        random=random,
-        parts={**found.parts, **parts},
-        pending=found.pending - parts.keys(),
-    )
+    return Extras(random, {**found.parts, **parts}, found.pending - parts.keys())
 
 
 def _call_all(functions: list[Callable[[Path], object]], folder: Path) -> None:

@@ -76,18 +76,18 @@ def _version_if_drawn(loader: Any) -> int | None:
         or threading.current_thread() is not threading.main_thread()
     ):
         return None
-    generator = generator_of(loader)
-    if generator is None or (role_of(life, loader) and not _draws_anew(loader)):
+    generator = _generator_of(loader)
+    if generator is None or (_is_registered(life, loader) and not _draws_anew(loader)):
         return None
     state = generator.get_state()
-    if is_just_seeded(life, generator, state) or _is_kept(life, state):
+    if _is_just_seeded(life, generator, state) or _is_kept(life, state):
         return None
     return life.records.version
 
 
-def generator_of(loader: Any) -> torch.Generator | None:
+def _generator_of(loader: Any) -> torch.Generator | None:
     """What the loader draws its order from. None: it draws none, as far as is known here."""
-    found = sampler_of(loader)
+    found = _sampler_of(loader)
     module = sys.modules.get("torchdata.stateful_dataloader.sampler")
     drawing = _DRAWING if module is None else {*_DRAWING, module.RandomSampler.__iter__}
     if getattr(type(found), "__iter__", None) not in drawing:
@@ -96,24 +96,24 @@ def generator_of(loader: Any) -> torch.Generator | None:
     return torch.default_generator if generator is None else generator
 
 
-def sampler_of(loader: Any) -> Any:
-    """That which orders the samples, also under one that makes batches of them."""
+def _sampler_of(loader: Any) -> Any:
     batches = getattr(loader, "batch_sampler", None)
     return (
         getattr(loader, "sampler", None) if batches is None else getattr(batches, "sampler", None)
     )
 
 
-def role_of(life: Life, loader: Any) -> str:
-    """What a TrainState calls the loader, or what it is wrapped in. "": none carries it."""
-    for state, holding in life.records.states.items():
-        for role, value in holding.roles.positions.items():
-            if value is loader:
-                return f"{state}.{role}"
-            for name, item in getattr(value, "__dict__", {}).items():
-                if item is loader:
-                    return f"{state}.{role}.{name}"
-    return ""
+def _is_registered(life: Life, loader: Any) -> bool:
+    """Whether a TrainState carries the loader, or what it is wrapped in."""
+    carried = [
+        value
+        for holding in life.records.states.values()
+        for value in holding.roles.positions.values()
+    ]
+    return any(
+        value is loader or any(item is loader for item in getattr(value, "__dict__", {}).values())
+        for value in carried
+    )
 
 
 def _draws_anew(loader: Any) -> bool:
@@ -125,11 +125,11 @@ def _draws_anew(loader: Any) -> bool:
     return (
         module is not None
         and isinstance(loader, module.StatefulDataLoader)
-        and getattr(type(sampler_of(loader)), "__iter__", None) in _DRAWING
+        and getattr(type(_sampler_of(loader)), "__iter__", None) in _DRAWING
     )
 
 
-def is_just_seeded(life: Life, generator: torch.Generator, state: torch.Tensor) -> bool:
+def _is_just_seeded(life: Life, generator: torch.Generator, state: torch.Tensor) -> bool:
     """Whether the order depends on a seed alone, which the script has set behind restore()."""
     is_global = generator is torch.default_generator
     if (

@@ -29,7 +29,6 @@ class Extras:
     parts: dict[str, bytes]  # TrainState name -> its `Part`, pickled
     # TrainStates whose part is as it was within the step, and was not settled (`own_extras`) since
     pending: frozenset[str] = frozenset()
-    passes: tuple[tuple[Any, ...], ...] = ()  # through data, see `taskd.worker.state.passes`
 
 
 @dataclass(frozen=True)
@@ -61,15 +60,9 @@ def decode_part(data: bytes, loads: Callable[[bytes], Any] = pickle.loads) -> Pa
     return Part(*loads(data))
 
 
-def encode(
-    parts: dict[str, bytes], pending: Collection[str] = (), passes: tuple[Any, ...] = ()
-) -> bytes:
-    """The blob for the black box, to be read behind what `RandomStates.capture` pickled.
-
-    An earlier version reads the first part of it, and wrote no more.
-    """
-    blob = pickle.dumps((parts, tuple(pending)), PROTOCOL)
-    return blob + pickle.dumps(passes, PROTOCOL) if passes else blob
+def encode(parts: dict[str, bytes], pending: Collection[str] = ()) -> bytes:
+    """The blob for the black box, to be read behind what `RandomStates.capture` pickled."""
+    return pickle.dumps((parts, tuple(pending)), PROTOCOL)
 
 
 def decode(data: bytes, load: Callable[[io.BytesIO], Any] = pickle.load) -> Extras:
@@ -80,5 +73,4 @@ def decode(data: bytes, load: Callable[[io.BytesIO], Any] = pickle.load) -> Extr
     stream = io.BytesIO(data)
     random = load(stream)
     parts, pending = load(stream)
-    passes = load(stream) if stream.tell() < len(data) else ()
-    return Extras(random, parts, frozenset(pending), passes)
+    return Extras(random, parts, frozenset(pending))

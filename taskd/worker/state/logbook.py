@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from taskd.worker.state import extras
 from taskd.worker.state.keeping import keeping_of
 from taskd.worker.state.own_extras import Told, changed, table_of
-from taskd.worker.state.passes import passes_of
 from taskd.worker.state.randoms import RandomStates
 
 if TYPE_CHECKING:
@@ -38,17 +37,19 @@ class Logbook:
         # At the end of the last forward pass; and of those before the last commit.
         self._forward: tuple[int, bytes, bytes] | None = None
         self._before_commit: tuple[int, bytes, bytes] | None = None
-        # Committed and pending: the last parts and passes, and those as pickled.
-        self._written: dict[bool, tuple[dict[str, bytes], tuple[Any, ...], bytes]] = {
-            False: ({}, (), b""),
-            True: ({}, (), b""),
+        # Committed and pending: the last parts, and those as pickled. They seldom change.
+        self._written: dict[bool, tuple[dict[str, bytes], bytes]] = {
+            False: ({}, b""),
+            True: ({}, b""),
         }
         self._is_full_reported = False
 
     def write_committed(self, version: int, parts: dict[str, bytes]) -> None:
         """At a commit: what belongs to `version`."""
         generators = self.randoms.capture()
-        blob = self._encode(version, parts, is_pending=False)
+        if self._written[False][0] != parts:
+            self._written[False] = parts, extras.encode(parts)
+        blob = self._written[False][1]
         self._committed[version] = generators, blob
         has_forward = self._forward is not None and self._forward[0] == version
         self._before_commit = self._forward if has_forward else self._pending
@@ -80,8 +81,7 @@ class Logbook:
             # They are settled by it. Else the second such write takes its place in the box.
             self._write(version - 1, *before, pending=False)
         generators = self.randoms.capture()
-        passes = passes_of(self.life).at(version)
-        blob = extras.encode({**found.parts, **parts}, sorted(pending), passes)
+        blob = extras.encode({**found.parts, **parts}, sorted(pending))
         self._committed[version] = generators, blob
         self._write(version, generators, blob, pending=False)
 
@@ -93,7 +93,9 @@ class Logbook:
         What will belong to `version`, should others commit it and this rank not live to do so.
         """
         generators = self.randoms.capture()
-        pending = (version, generators, self._encode(version, parts, is_pending=True))
+        if self._written[True][0] != parts:
+            self._written[True] = parts, extras.encode(parts, parts)
+        pending = (version, generators, self._written[True][1])
         if is_forward:
             self._forward = pending
         # the optimizer begins, and nothing was drawn since the forward pass
@@ -101,15 +103,6 @@ class Logbook:
             return
         self._pending = pending
         self._write(*pending, pending=True)
-
-    def _encode(self, version: int, parts: dict[str, bytes], *, is_pending: bool) -> bytes:
-        """The same object as the last time if nothing has changed."""
-        passes = passes_of(self.life).at(version)
-        known, were_under_way, blob = self._written[is_pending]
-        if known != parts or were_under_way != passes:
-            blob = extras.encode(parts, parts if is_pending else (), passes)
-            self._written[is_pending] = parts, passes, blob
-        return blob
 
     def _write(self, version: int, generators: bytes, blob: bytes, *, pending: bool) -> None:
         keeping = keeping_of(self.life)

@@ -154,11 +154,6 @@ class RandomStates:
             self._capture(marks)
         return self._pickled
 
-    def read(self) -> dict[str, Any]:
-        """The same, for `restore`."""
-        self.capture()
-        return dict(self._captured)
-
     def _capture(self, marks: list[Any]) -> None:
         """Read those that may have changed."""
         captured = dict(self._captured)
