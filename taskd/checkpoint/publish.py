@@ -4,6 +4,7 @@ DCP's metadata, the manifest, and one rename that makes it exist.
 """
 
 import hashlib
+import logging
 import math
 import pickle
 import socket
@@ -26,6 +27,11 @@ from taskd.checkpoint.draft import Draft
 from taskd.checkpoint.finish import date, give_name, tidy
 from taskd.checkpoint.manifest import METADATA_NAME, FileEntry, Manifest
 from taskd.errors import CheckpointError
+from taskd.log import SayOnce
+
+log = logging.getLogger(__name__)
+
+_once = SayOnce()
 
 
 def publish(draft: Draft, keep: int | None = None) -> Path:
@@ -93,12 +99,20 @@ def _manifest(draft: Draft, listed: tuple[FileEntry, ...]) -> Manifest:
 def _check_same(
     draft: Draft, first: int, entry: parts.Entry, second: int, other: parts.Entry
 ) -> None:
-    """Of a piece that the ranks `first` and `second` have written."""
-    if entry.digest and other.digest and entry.digest != other.digest:
-        raise CheckpointError(
-            f"{draft}: {entry.name} differs between rank {first} and rank {second}: are they parts "
-            "of different models, as the stages of a pipeline are? Give the TrainState a shard_id "
-            "that is the same on the ranks of one part alone"
+    """Of a piece that the ranks `first` and `second` have written: the second one's is kept.
+
+    Those of two sizes are not compared. Running statistics of replicas may differ.
+    """
+    are_comparable = entry.digest and other.digest and entry.sizes == other.sizes
+    if are_comparable and entry.digest != other.digest and _once.is_new(draft.job):
+        log.warning(
+            "%s: %s differs between rank %d and rank %d, and that of the latter is kept. Unless it "
+            "is a buffer, they are parts of different models, as the stages of a pipeline are: "
+            "give the TrainState a shard_id that is the same on the ranks of one part alone",
+            draft,
+            entry.name,
+            first,
+            second,
         )
 
 

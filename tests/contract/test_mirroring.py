@@ -220,7 +220,7 @@ def test_a_peer_node_whose_address_is_none_is_said(caplog: pytest.LogCaptureFixt
     own = Node(0, RANKS)
     try:
         own.obey(commands.Pair("test", 0, 0, 1, "127.0.0.1:no port", "agent-1", ()))
-        until(lambda: "node 0: snapshots are not mirrored: " in caplog.text)
+        until(lambda: "node 0: snapshots are not mirrored for now: " in caplog.text)
         own.snapshot(0, 10)
         assert own.may_go_on(0)
     finally:
@@ -233,11 +233,20 @@ def test_without_free_descriptors_mirrors_wait_and_nothing_else(
     own, buddy = Node(0, RANKS), Node(1)
     try:
         buddy.pair(own, own)
+        until(lambda: buddy.mirroring._dealer is not None)
         with none_free():
             for _ in range(2):
                 own.pair(buddy, buddy)
-        (said,) = caplog.messages
-        assert said == (
+                # the thread has tried to connect, too
+                until(lambda: "no socket can be opened" in caplog.text)
+        # with twice the same pair, each is said once
+        connection, ranks = sorted(caplog.messages)
+        assert connection == (
+            f"node 0: snapshots are not mirrored for now: {buddy.mirroring._address}: no socket "
+            "can be opened: [Errno 24] Too many open files; raise the limit of open files of this "
+            "process (ulimit -n)"
+        )
+        assert ranks == (
             "node 0: snapshots of ranks 0, 1 are not mirrored for now: [Errno 24] Too many open "
             "files. Raise the limit of open files of torchrun (ulimit -n)"
         )

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_CONNECT_AGAIN_S = 1.0
+
 
 class Mirroring:
     """See the module. All but `_run` and what it calls is for the agent's loop."""
@@ -72,6 +74,7 @@ class Mirroring:
         self._returned: deque[events.MirrorsReturned] = deque()
         self._router: zeromq.Router | None = None  # until there is a thread, and then its own
         self._dealer: zeromq.Dealer | None = None
+        self._connect_at: float | None = None  # once more, as that has failed; of the thread
         self._once = SayOnce()
         self._thread: threading.Thread | None = None
         self._address = ""
@@ -289,7 +292,9 @@ class Mirroring:
         while self._orders:
             self._orders.popleft()()
         now = self._clock.now()
+        self._connect_again(now)
         due = [self._source.turn(now), *(fetch.turn(now) for fetch in self._fetches.values())]
+        due.append(self._connect_at)
         links: list[zeromq.Router | zeromq.Dealer] = [
             router,
             *(fetch.link for fetch in self._fetches.values()),
@@ -361,7 +366,13 @@ class Mirroring:
             fetch.close()
         self._fetches.clear()
 
+    def _connect_again(self, now: float) -> None:
+        """If that has failed: there may be a descriptor now."""
+        if self._connect_at is not None and now >= self._connect_at and self._pair is not None:
+            self._connect(self._pair)
+
     def _connect(self, pair: commands.Pair) -> None:
+        self._connect_at = None
         if self._dealer is not None:
             self._dealer.close()
         assert self._router is not None
@@ -372,7 +383,11 @@ class Mirroring:
             )
         except TransportError as error:
             self._dealer = None
-            log.warning("node %d: snapshots are not mirrored: %s", self._node_rank, error)
+            if self._once.is_new("connect", pair.address, str(error)):
+                log.warning(
+                    "node %d: snapshots are not mirrored for now: %s", self._node_rank, error
+                )
+            self._connect_at = self._clock.now() + _CONNECT_AGAIN_S
             return
         log.info(
             "node %d mirrors its snapshots on node %d at %s",

@@ -110,7 +110,7 @@ class Named:
         keys: dict[tuple[int, str], set[Hashable]] = {}
         for role, module in self._roles.modules.items() if names else ():
             for path, part in module.named_modules(remove_duplicate=False):
-                for attribute in part._buffers:
+                for attribute in part._buffers.keys():  # noqa: SIM118  # those of torch.jit: no dict
                     name = ".".join(word for word in (role, path, attribute) if word)
                     if name in others:
                         found[name] = part, attribute

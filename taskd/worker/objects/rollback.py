@@ -221,7 +221,7 @@ class Rollback:
         made = {
             (name, key): (part, tensor)
             for name, part, key in self._absent
-            if (tensor := part._buffers[key]) is not None
+            if key in part._buffers and (tensor := part._buffers[key]) is not None
         }
         if not made:
             return
@@ -313,7 +313,7 @@ class Rollback:
             elif buffer.tensor is None:  # there was none
                 buffer.place[buffer.key] = None
         for _, module, key in self._absent:
-            if id(module) not in kept:
+            if id(module) not in kept and key in module._buffers:
                 module._buffers[key] = None
         if not self._commits:
             return ""  # there were copies of all

@@ -81,9 +81,19 @@ def is_of_others(tensor: torch.Tensor) -> bool:
     """Whether the memory that this rank holds of it is that of tensors within.
 
     Of a class that acts on each operation, that is. One that adds methods or attributes alone has
-    the memory of a tensor.
+    the memory of a tensor, and so has one around a single tensor of its form (a weight that is
+    cast on its way to other ranks).
     """
-    return type(local(tensor)).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    own = local(tensor)
+    if type(own).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return False
+    flatten = getattr(own, "__tensor_flatten__", None)
+    names: list[str] = [] if flatten is None else list(flatten()[0])
+    if len(names) != 1:
+        return True
+    inner: Any = getattr(own, names[0])
+    is_plain = type(inner) in (torch.Tensor, torch.nn.Parameter)
+    return not is_plain or (inner.dtype, inner.shape) != (own.dtype, own.shape)
 
 
 def problem_of_memory(tensor: torch.Tensor) -> str:

@@ -53,8 +53,9 @@ class Comparison:
         if self._votes & (self._votes - 1):
             return None
         sample = None if self._identity.part else self._sample()
+        # as ranks are told apart in a recovery: a stage may have a name of its own
         return [
-            *_digest(self._identity.shard.encode()),
+            *_digest(f"{self._name}={self._identity.shard}".encode()),
             *(_NONE if sample is None else _digest(sample)),
             *self._names,
         ]

@@ -122,8 +122,6 @@ def _publish(life, holding, folder):
     write(draft, life.world_rank, shared)
     dist.barrier()
     if life.world_rank:
-        return ""
-    try:
-        return publish(draft).name
-    except TaskdError as error:
-        return str(error)
+        return "", []
+    with Records() as warnings:
+        return publish(draft).name, list(warnings)

@@ -9,6 +9,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from taskd.errors import StateError
 from taskd.worker.objects.named import Named
+from taskd.worker.restore import chunks
 from taskd.worker.restore.manifest import describe
 from taskd.worker.state.own_extras import Told
 
@@ -58,6 +59,35 @@ def test_what_has_the_memory_of_a_tensor_is_carried():
     manifest, tensors = manifest_of(model=model)
     assert manifest.problem == ""
     assert len(tensors) == len(Named(exchanges.hold(model=model).roles).tensors)
+
+
+class Cast(torch.Tensor):
+    """Around one tensor of its own form, as a weight that is cast on its way to other ranks."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.size(), dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args, kwargs=None):
+        plain = torch.utils._pytree.tree_map_only(cls, lambda one: one.inner, (args, kwargs or {}))
+        found = function(*plain[0], **plain[1])
+        return cls(found) if function is torch.ops.aten.detach.default else found
+
+
+def test_one_around_a_single_tensor_is_that_tensor():
+    model = exchanges.Buffers()
+    model.first = Cast(torch.tensor([1.0, 2.0]))
+    manifest, tensors = manifest_of(model=model)
+    assert manifest.problem == ""
+    number = manifest.named["model.first"].index
+    assert chunks._flat_bytes(tensors[number]).tolist() == [0, 0, 128, 63, 0, 0, 0, 64]
 
 
 @pytest.mark.slow
