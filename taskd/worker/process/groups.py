@@ -23,6 +23,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 # Generations for which an aborted group is kept. One would do if its threads rest by the next
 # recovery; two is certain.
 _GENERATIONS_KEPT = 2
+_KEPT_DESTROYED = 4
 _GLOO_THREAD = "pt_gloo_runloop"
 
 
@@ -99,6 +101,8 @@ class Groups:
         self._ending = threading.Lock()  # held while groups are aborted or destroyed
         self._under_way: dict[int, threading.Thread] = {}  # aborts, see `abort_groups`
         self._retired: list[tuple[int, Opened]] = []
+        # Of the last calls of destroy_process_group.
+        self._destroyed: deque[list[Any]] = deque(maxlen=_KEPT_DESTROYED)
         self._replaced = Replaced()
         # to which the rendezvous in progress has connected; None: not known
         self._store_port: int | None = None
@@ -277,8 +281,11 @@ class Groups:
                 number: name for number, name in self.gloo_names.items() if name not in names
             }
             opened.threads &= _threads()
-        # `gone` may be the last that holds it. It is freed here, without the lock, which an abort
-        # takes that ends what its threads wait for.
+        # Whoever lets go of a gloo group last joins its threads with the interpreter lock held, and
+        # one of them may still have a Python object to free: both wait for ever then. So the last
+        # few are kept, until their threads have been idle for long. What they push out is freed
+        # without the lock, which an abort takes that ends what its threads wait for.
+        self._destroyed.append(gone)
 
     def _take_hook_off(self) -> None:
         """Each creation prefixes tracebacks by a hook around the one before.
