@@ -63,6 +63,8 @@ $(VENV)/tested: $(VENV)/installed
 	# Its loader carries a position. --no-deps: torch is there, and the rest is not imported.
 	$(PY) -m pip install --quiet --no-deps torchdata==0.11.0
 	$(PY) setup.py --quiet build_ext --inplace
+	# Compiles the tests once. Else each of the JOBS does it, 10 s of processor time.
+	$(PY) -m pytest --collect-only -q tests >/dev/null || true
 	@touch $@
 
 install: $(VENV)/installed ## .venv with torch and taskd; compiles csrc/

@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 from testbed.facts import facts_in
 from testbed.proc import MARK_ENV, marked, state_of, threads_of
-from testbed.processes import ROOT, Finished, Output, environment, free_port, torchrun
+from testbed.processes import (
+    MANAGERS,
+    ROOT,
+    TORCHRUNS,
+    Finished,
+    Output,
+    environment,
+    free_port,
+    torchrun,
+)
 
 if TYPE_CHECKING:
     import pathlib
@@ -64,6 +73,7 @@ class Job:
             self.env | env,
             self.directory / f"manager-{time.monotonic_ns()}.out",
             self.directory,
+            warm=MANAGERS,
             host=host,
         )
         return self.manager
@@ -116,7 +126,7 @@ class Job:
             self.env | env,
             self.directory / f"agent{len(self.agents)}.out",
             self.directory,
-            warm=warm,
+            warm=TORCHRUNS if warm else None,
             host=host,
         )
         self.agents.append(agent)

@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from taskd.agent.spawning import warmth
-from testbed import warm
+from testbed.warm import WarmParent
 
 if TYPE_CHECKING:
     from testbed.hosts import Host
@@ -60,7 +60,8 @@ def environment(**extra: str) -> dict[str, str]:
     return env | extra
 
 
-WARM = warm.WarmParent(environment())
+TORCHRUNS = WarmParent(environment())
+MANAGERS = WarmParent(environment(), "manager")
 
 
 def torchrun(script: str, *options: str, nproc: int, module: str = "taskd.run") -> list[str]:
@@ -84,8 +85,8 @@ class Finished:
 class Output:
     """A process whose output goes to a file, so that nobody has to drain a pipe.
 
-    With `warm`, a command of this interpreter (`-m module …`, `script …`) is a fork of the warm
-    parent where that looks the same.
+    A command of this interpreter (`-m module …`, `script …`) is a fork of `warm`, if one is given
+    and that looks the same.
     """
 
     def __init__(
@@ -95,15 +96,15 @@ class Output:
         path: pathlib.Path,
         cwd: pathlib.Path,
         *,
-        warm: bool = False,
+        warm: WarmParent | None = None,
         host: Host | None = None,
     ) -> None:
         """`host`: where it is to run, if not on this machine itself."""
         self.path = path
         path.touch()  # a fork takes its time to open it, and `text` may be asked for at once
         self.process: WarmProcess | subprocess.Popen[bytes]
-        if warm and command[0] == sys.executable and WARM.can_start(env):
-            self.process = WARM.start(command[1:], env, path, cwd, host)
+        if warm is not None and command[0] == sys.executable and warm.can_start(env):
+            self.process = warm.start(command[1:], env, path, cwd, host)
             self.pidfd = self.process.pidfd
             return
         with path.open("wb") as out:

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from testbed.hosts import Host
 
 MARK_ROOM = 48  # bytes kept in the parent's initial environment for the mark of a job
-_PRELOAD = (
+_OF_A_MANAGER = ("taskd.api", "taskd.manager.service", "taskd.log")
+_OF_A_TORCHRUN = (
     "torch.distributed.launcher.api",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     "torch.distributed.elastic.rendezvous.static_tcp_rendezvous",
@@ -47,6 +48,15 @@ _PRELOAD = (
     "taskd.torchrun.loop",
     "taskd.torchrun.context",
     "taskd.torchrun.elastic_agent",
+    "taskd.torchrun.deferred",
+    "taskd.torchrun.rendezvous",
+    "taskd.agent.spawning.server",
+    "taskd.agent.spawning.spawner",
+    "taskd.extras",
+    "taskd.worker.state.data_order",
+    # of the scripts under test; the first one compiles TorchScript for 0.3 s
+    "torch.distributed.optim",
+    "torch.distributed.tensor.parallel",
 )
 _START_S = 120  # torch from a cold disk on a loaded machine
 
@@ -91,9 +101,9 @@ class WarmProcess:
 class WarmParent:
     """The handle of the test process. Started at the first `start`."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
-        """`environment`: of the parent."""
-        self._base = environment
+    def __init__(self, environment: dict[str, str], kind: str = "torchrun") -> None:
+        """`environment`: of the parent. `kind`: "torchrun", or "manager", which has no torch."""
+        self._base, self._kind = environment, kind
         self._process: subprocess.Popen[bytes] | None = None
         self._address = ""
         self._lock = threading.Lock()
@@ -144,8 +154,10 @@ class WarmParent:
     def _launch(self) -> None:
         self._address = f"\0taskd-test-{os.getpid()}-{id(self)}"
         ours, theirs = socket.socketpair()
+        name = self._address[1:]
+        command = [sys.executable, "-u", __file__, str(theirs.fileno()), name, self._kind]
         self._process = subprocess.Popen(
-            [sys.executable, "-u", __file__, str(theirs.fileno()), self._address[1:], "-" * 1024],
+            [*command, "-" * 1024],
             env=self._base | {MARK_ENV: "-" * MARK_ROOM},
             pass_fds=[theirs.fileno()],
             start_new_session=True,
@@ -238,7 +250,9 @@ def _write_mark(mark: str) -> None:
 
 
 def _main() -> None:
-    for name in (*libraries.PRELOAD, *_PRELOAD):
+    is_for_managers = sys.argv[3] == "manager"
+    modules = _OF_A_MANAGER if is_for_managers else (*libraries.PRELOAD, *_OF_A_TORCHRUN)
+    for name in modules:
         importlib.import_module(name)
     libraries.warm_optimizers()
     gc.collect()

@@ -29,7 +29,7 @@ def test_a_collective_that_nobody_joins_ends_at_once(tmp_path: pathlib.Path) -> 
             harness.environment(),
             tmp_path / f"rank{rank}.out",
             tmp_path,
-            warm=True,
+            warm=harness.TORCHRUNS,
         )
         for rank in range(2)
     ]

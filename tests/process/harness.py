@@ -19,7 +19,7 @@ from testbed.facts import facts_in
 from testbed.hosts import Hosts, missing
 from testbed.job import SCRIPTS, Job, job
 from testbed.proc import descendants, marked, state_of
-from testbed.processes import ROOT, Finished, Output, environment, free_port
+from testbed.processes import ROOT, TORCHRUNS, Finished, Output, environment, free_port
 
 if TYPE_CHECKING:
     import pathlib
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ROOT",
     "SCRIPTS",
+    "TORCHRUNS",
     "Finished",
     "Job",
     "Output",
@@ -102,7 +103,7 @@ def run_plainly(
             environment(**group, RANK=str(rank), LOCAL_RANK=str(rank), **env),
             directory / f"plain{rank}.out",
             directory,
-            warm=True,
+            warm=TORCHRUNS,
         )
         for rank in range(nproc)
     ]

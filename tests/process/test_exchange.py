@@ -27,7 +27,7 @@ def launch_and_read(world, scenario, **options):
         directory = Path(name)
         command = [sys.executable, SCRIPT, str(world), scenario, name, json.dumps(options)]
         run = harness.Output(
-            command, harness.environment(), directory / "output", directory, warm=True
+            command, harness.environment(), directory / "output", directory, warm=harness.TORCHRUNS
         )
         try:
             done = run.wait(120)

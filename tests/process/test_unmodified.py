@@ -40,7 +40,7 @@ def test_an_unmodified_script_is_restarted_warm(
             job.env,
             tmp_path / "clean.out",
             tmp_path,
-            warm=True,
+            warm=harness.TORCHRUNS,
         )
         # unbuffered lines of two processes may share a line
         sums = re.compile(r"rank \d: weight sum -?\d+\.\d{6}")

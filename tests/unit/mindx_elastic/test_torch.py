@@ -11,7 +11,7 @@ import pytest
 
 from mindx_elastic import record, torch_exception_module
 from mindx_elastic.errors import DamagedFileError
-from testbed.processes import Output, environment, free_port
+from testbed.processes import TORCHRUNS, Output, environment, free_port
 from tests.disks import fill, small_disk
 
 JOB = pathlib.Path(__file__).with_name("torch_job.py")
@@ -53,7 +53,7 @@ class Job:
                 {**common, "RANK": str(rank)},
                 self.folder / f"output-{self.started}-{rank}",
                 self.folder,
-                warm=True,
+                warm=TORCHRUNS,
             )
             for rank in range(world)
         ]

@@ -94,7 +94,7 @@ def test_counters_calls_and_who_waits(tmp_path: pathlib.Path) -> None:
             harness.environment(),
             tmp_path / f"rank{rank}.out",
             tmp_path,
-            warm=True,
+            warm=harness.TORCHRUNS,
         )
         for rank in range(2)
     ]

@@ -83,7 +83,7 @@ def run(tmp_path: pathlib.Path, wait: str) -> list[list]:
             harness.environment(),
             tmp_path / f"rank{rank}.out",
             tmp_path,
-            warm=True,
+            warm=harness.TORCHRUNS,
         )
         for rank in range(3)
     ]

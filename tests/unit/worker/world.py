@@ -16,15 +16,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from taskd.agent.spawning import libraries
+
 _DEADLINE_S = 120
 _GROUP_DEADLINE_S = 60  # less: a rank that waits in vain for another says so itself
 # what a run leaves in circles keeps its groups, each of which has a thread that wakes a hundred
 # times a second
 _RUNS_PER_PROCESS = 8
 _SLOW_IMPORTS = [
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-    "torch.distributed.fsdp",
+    *libraries.PRELOAD,
     "torch.distributed.optim",
     "torch.distributed.tensor.parallel",
 ]
