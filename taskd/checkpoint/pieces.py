@@ -9,7 +9,9 @@
 
 "Shared" means: the tensors with the same holders are laid end to end, sorted by name, and the line
 of bytes is cut into equal parts, at the beginning of a row. So the parts are even and no rank needs
-to ask another one.
+to ask another one. Where ranks that are not among these holders may write the same tensor (replicas
+of a tensor-parallel model, each on a mesh of its own), it is cut in the same places by all of them,
+however many write: only whole cuts are shared.
 """
 
 import ctypes
@@ -36,7 +38,7 @@ class Piece:
     """Part of a tensor of `global_shape`: the box of the shape of `tensor` at `offsets`.
 
     `may_repeat`: others may write the same piece, and it is not known whether theirs has the same
-    content: it is compared when the checkpoint is published.
+    content: it is compared when the checkpoint is published. Cut by its shape alone, as theirs is.
     """
 
     global_shape: tuple[int, ...]
@@ -88,11 +90,12 @@ class Held:
 
 
 def divide(
-    state: Mapping[str, Any], rank: int, writers: Sequence[int]
+    state: Mapping[str, Any], rank: int, writers: Sequence[int], world_size: int
 ) -> tuple[list[tuple[str, Piece]], list[tuple[str, Any]]]:
     """What `rank` writes.
 
-    Pieces of at most MAX_PIECE_BYTES (a single row may be larger), and plain values.
+    Pieces of at most MAX_PIECE_BYTES (a single row may be larger), and plain values. Ranks of the
+    world that are none of `writers` are dead: others may write what is left of theirs.
 
     Raises:
         CheckpointError: a tensor that cannot be saved, by name.
@@ -102,7 +105,7 @@ def divide(
     values: list[tuple[str, Any]] = []
     for name in sorted(state):
         for value in state[name] if isinstance(state[name], Pieces) else (state[name],):
-            holders, content = _holders(name, value, rank, writers)
+            holders, content = _holders(name, value, rank, writers, world_size)
             if isinstance(content, Piece):
                 _check(name, content)
                 if isinstance(value, Held) and not value.is_alike:
@@ -111,7 +114,8 @@ def divide(
                 elif isinstance(value, Piece):
                     pieces.append((name, content))
                 else:
-                    shared.setdefault(holders, []).append((name, content))
+                    cuts = _split(content) if content.may_repeat else (content,)
+                    shared.setdefault(holders, []).extend((name, cut) for cut in cuts)
             elif holders and rank == holders[0]:
                 values.append((name, content))
     for holders, line in shared.items():
@@ -120,7 +124,7 @@ def divide(
 
 
 def _holders(
-    name: str, value: Any, rank: int, writers: Sequence[int]
+    name: str, value: Any, rank: int, writers: Sequence[int], world_size: int
 ) -> tuple[tuple[int, ...], Any]:
     """The writers that have it, and what it is.
 
@@ -134,7 +138,7 @@ def _holders(
             return (), None
         holders = holders_of(name, value, rank)
     content = Piece.of(value) if isinstance(value, torch.Tensor) else value
-    if isinstance(value, DTensor) and may_repeat(value, rank, writers):
+    if isinstance(value, DTensor) and may_repeat(value, rank, world_size):
         content = replace(content, may_repeat=True)
     return tuple(writer for writer in writers if writer in holders), content
 
@@ -180,14 +184,15 @@ def holders_of(name: str, tensor: DTensor, rank: int) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
-def may_repeat(tensor: DTensor, rank: int, writers: Collection[int]) -> bool:
-    """Whether some of `writers` are not on its mesh.
+def may_repeat(tensor: DTensor, rank: int, world_size: int) -> bool:
+    """Whether some ranks of the world, dead ones included, are not on its mesh.
 
     They may have a mesh of the same form, beside it. What they have under the same name is the same
     (replicas of a tensor-parallel model) or another thing (the next stage of a pipeline): the
     meshes do not tell.
     """
-    return not {*writers}.issubset(_ranks_on(tensor.device_mesh, rank).reshape(-1).tolist())
+    on_mesh = _ranks_on(tensor.device_mesh, rank).reshape(-1).tolist()
+    return not {*range(world_size)}.issubset(on_mesh)
 
 
 def _ranks_on(mesh: Any, rank: int) -> torch.Tensor:
@@ -203,7 +208,10 @@ def _ranks_on(mesh: Any, rank: int) -> torch.Tensor:
 
 
 def _share(line: list[tuple[str, Piece]], index: int, count: int) -> Iterator[tuple[str, Piece]]:
-    """The rows that begin in part `index` of `count` equal parts of the line."""
+    """The rows that begin in part `index` of `count` equal parts of the line.
+
+    Of what may repeat, the pieces that begin there.
+    """
     total = sum(piece.tensor.nbytes for _, piece in line)
     low, high = total * index // count, total * (index + 1) // count
     start = 0
@@ -215,11 +223,11 @@ def _share(line: list[tuple[str, Piece]], index: int, count: int) -> Iterator[tu
             if index == 0 and not math.prod(piece.global_shape):
                 yield name, piece
             continue
-        rows = piece.tensor.shape[0] if piece.tensor.dim() else 1
+        rows = piece.tensor.shape[0] if piece.tensor.dim() and not piece.may_repeat else 1
         row_bytes = size // rows
         first, last = (min(max(-(-(edge - start) // row_bytes), 0), rows) for edge in (low, high))
         if first < last:
-            yield name, _rows(piece, first, last)
+            yield name, piece if piece.may_repeat else _rows(piece, first, last)
         start += size
 
 

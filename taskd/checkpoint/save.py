@@ -141,7 +141,7 @@ def _plan(rank: int, state: Mapping[str, Any], own: Mapping[str, Any], draft: Dr
         raise CheckpointError(
             f"{min(both)} is in the state and in the rank's own values: give it once"
         )
-    pieces, plain = divide(state, rank, draft.writers)
+    pieces, plain = divide(state, rank, draft.writers, draft.world_size)
     plan = _Plan({}, {}, {})
     for name, value in [*plain, *own.items()]:
         item = value_item(name)

@@ -119,7 +119,7 @@ class Periodic:
         """
         life = self._life
         state = contents.shared(life, life.records.states, self._writers)
-        pieces, values = divide(state, life.world_rank, self._writers)
+        pieces, values = divide(state, life.world_rank, self._writers, life.world_size)
         copied: dict[str, list[Piece]] = {}
         for name, piece in pieces:
             copied.setdefault(name, []).append(replace(piece, tensor=_copied(piece.tensor)))

@@ -218,7 +218,7 @@ class Snapshots:
                 piece.offsets,
                 tensor.dtype,
                 holders_of(name, tensor, here),
-                may_repeat=may_repeat(tensor, here, range(self._life.world_size)),
+                may_repeat=may_repeat(tensor, here, self._life.world_size),
             )
         return self._places[key]
 

@@ -27,7 +27,7 @@ def test_replicated_tensors_are_written_once_and_evenly(writers) -> None:
     sizes = []
     whole_empties = 0
     for rank in writers:
-        found, plain = divide(state, rank, writers)
+        found, plain = divide(state, rank, writers, 64)
         assert not plain
         sizes.append(bytes_of(found))
         for name, piece in found:
@@ -48,8 +48,8 @@ def test_replicated_tensors_are_written_once_and_evenly(writers) -> None:
 
 def test_plain_values_are_written_by_the_first_writer_alone() -> None:
     state = {"rate": 0.1, "weight": torch.ones(2)}
-    assert divide(state, 3, (3, 1))[1] == [("rate", 0.1)]
-    assert divide(state, 1, (3, 1))[1] == []
+    assert divide(state, 3, (3, 1), 4)[1] == [("rate", 0.1)]
+    assert divide(state, 1, (3, 1), 4)[1] == []
 
 
 def test_what_need_not_be_alike_is_written_by_one_and_divides_nothing_else() -> None:
@@ -61,7 +61,9 @@ def test_what_need_not_be_alike_is_written_by_one_and_divides_nothing_else() -> 
             for index, size in enumerate(sizes)
         }
         written.append(
-            divide({**caches, "weight": weight} if rank else {"weight": weight}, rank, (0, 1, 2))[0]
+            divide(
+                {**caches, "weight": weight} if rank else {"weight": weight}, rank, (0, 1, 2), 3
+            )[0]
         )
     assert [[name for name, _ in found] for found in written] == [
         ["weight"],
@@ -73,11 +75,11 @@ def test_what_need_not_be_alike_is_written_by_one_and_divides_nothing_else() -> 
 
 def test_large_tensors_are_cut_so_that_memory_stays_bounded() -> None:
     tensor = torch.empty(3 * MAX_PIECE_BYTES // 4 // 1024 + 1, 1024)
-    found, _ = divide({"t": tensor}, 0, (0,))
+    found, _ = divide({"t": tensor}, 0, (0,), 1)
     assert len(found) == 4
     assert all(piece.tensor.nbytes <= MAX_PIECE_BYTES for _, piece in found)
     assert sum(piece.tensor.numel() for _, piece in found) == tensor.numel()
-    single_row, _ = divide({"t": torch.empty(1, MAX_PIECE_BYTES)}, 0, (0,))
+    single_row, _ = divide({"t": torch.empty(1, MAX_PIECE_BYTES)}, 0, (0,), 1)
     assert len(single_row) == 1
 
 
@@ -90,7 +92,7 @@ def test_large_tensors_are_cut_so_that_memory_stays_bounded() -> None:
 ])  # fmt: skip
 def test_what_cannot_be_saved_is_refused_by_name(value, reason) -> None:
     with pytest.raises(CheckpointError, match=f"the_name.*{reason}"):
-        divide({"the_name": value}, 0, (0,))
+        divide({"the_name": value}, 0, (0,), 1)
 
 
 @pytest.mark.parametrize("tensor", [

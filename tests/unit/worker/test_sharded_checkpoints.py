@@ -126,7 +126,12 @@ def test_parts_of_the_dead_are_saved_from_the_memory_of_their_node(
 
 @pytest.mark.parametrize(
     ("kind", "orphaned", "replicated"),
-    [("hsdp", {1: 2}, (0, 3)), ("ddp", {}, (0, 1, 2)), ("stages", {1: 0}, (2, 3))],
+    [
+        ("hsdp", {1: 2}, (0, 3)),
+        ("ddp", {}, (0, 1, 2)),
+        ("stages", {1: 0}, (2, 3)),
+        ("tp", {}, (1,)),
+    ],
 )
 @pytest.mark.parametrize("steps", [2, 4])
 def test_what_is_a_dead_ranks_alone_is_saved_too(
