@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import planner_helpers
 from torch.distributed.tensor import DTensor
 
+from taskd.checkpoint.cast import plain
 from taskd.checkpoint.dcp import internal
 from taskd.errors import CheckpointError
 
@@ -50,14 +51,14 @@ class Piece:
     def of(cls, tensor: torch.Tensor) -> "Piece":
         """What this rank holds of a tensor: the local shard of a DTensor, else all of it.
 
-        Needs no process group.
+        Of a cast the tensor within. Needs no process group.
 
         Raises:
             CheckpointError: a DTensor whose values are not final (partial sums), or whose mesh this
                 rank is not in.
         """
         if not isinstance(tensor, DTensor):
-            return cls(tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
+            return cls(tuple(tensor.shape), (0,) * tensor.dim(), plain(tensor).detach())
         if tensor.device_mesh.get_coordinate() is None:
             raise CheckpointError(f"this rank holds nothing of a DTensor on {tensor.device_mesh}")
         if any(placement.is_partial() for placement in tensor.placements):
@@ -68,7 +69,7 @@ class Piece:
         with torch.no_grad():
             local = tensor.detach().to_local()
         (chunk,) = internal(planner_helpers, "_create_chunk_list")(tensor)
-        return cls(tuple(tensor.shape), tuple(chunk.offsets), local)
+        return cls(tuple(tensor.shape), tuple(chunk.offsets), plain(local).detach())
 
 
 class Pieces(tuple[Any, ...]):

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from taskd.checkpoint.cast import is_cast, plain
 from taskd.errors import StateError
 from taskd.worker import internals
 from taskd.worker.objects import units
@@ -64,8 +65,13 @@ def is_distributed(value: Any) -> bool:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The memory that this rank holds: of a DTensor its local tensor, else the tensor itself.
 
-    Neither waits nor records a gradient.
+    Of a cast (`taskd.checkpoint.cast`) the tensor within. Neither waits nor records a gradient.
     """
+    return plain(_held(tensor))
+
+
+def _held(tensor: torch.Tensor) -> torch.Tensor:
+    """The same with a cast as it is."""
     if not is_distributed(tensor):
         return tensor
     own: torch.Tensor
@@ -81,19 +87,11 @@ def is_of_others(tensor: torch.Tensor) -> bool:
     """Whether the memory that this rank holds of it is that of tensors within.
 
     Of a class that acts on each operation, that is. One that adds methods or attributes alone has
-    the memory of a tensor, and so has one around a single tensor of its form (a weight that is
-    cast on its way to other ranks).
+    the memory of a tensor, and so has a cast.
     """
-    own = local(tensor)
-    if type(own).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
-        return False
-    flatten = getattr(own, "__tensor_flatten__", None)
-    names: list[str] = [] if flatten is None else list(flatten()[0])
-    if len(names) != 1:
-        return True
-    inner: Any = getattr(own, names[0])
-    is_plain = type(inner) in (torch.Tensor, torch.nn.Parameter)
-    return not is_plain or (inner.dtype, inner.shape) != (own.dtype, own.shape)
+    own = _held(tensor)
+    is_plain = type(own).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return not is_plain and not is_cast(own)
 
 
 def problem_of_memory(tensor: torch.Tensor) -> str:
@@ -273,7 +271,7 @@ def rewrap(value: Any, meshes: dict[Any, Any], name: str) -> Any:
                 "the same mesh and the same model in every entry"
             )
             raise StateError(message)
-        return wrap(local(value), sharding, mesh)
+        return wrap(_held(value), sharding, mesh)
     if isinstance(value, dict):
         items = {key: rewrap(item, meshes, f"{name}.{key}") for key, item in value.items()}
         is_same = all(items[key] is item for key, item in value.items())

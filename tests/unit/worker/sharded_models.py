@@ -15,6 +15,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._pytree import tree_map_only
 
 
 class Counting(nn.Linear):
@@ -86,6 +87,60 @@ class Rows(torch.optim.Optimizer):
                 parameter.add_(parameter.grad / (memory["mean"].sqrt() + 1e-3), alpha=-group["lr"])
 
 
+class Cast(torch.Tensor):
+    """A weight that FSDP2 gathers with fewer bits, as torchao's float8 ones: around a plain one."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.size(), strides=inner.stride(), dtype=inner.dtype, device=inner.device
+        )
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, *_):
+        return Cast(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args, kwargs=None):
+        args, kwargs = tree_map_only(cls, lambda one: one.inner, (args, kwargs or {}))
+        found = function(*args, **kwargs)
+        if function not in _STAY_CAST:
+            return found
+        return tree_map_only(torch.Tensor, cls, found)
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        return (self.inner.to(torch.bfloat16),), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        (gathered,) = outputs
+        if out is None:
+            whole = gathered.to(param_dtype)
+            return whole, (whole,)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(gathered)
+        return None
+
+
+_ATEN = torch.ops.aten
+_STAY_CAST = {
+    _ATEN.detach.default, _ATEN.empty_like.default, _ATEN.new_zeros.default, _ATEN.slice.Tensor,
+    _ATEN.copy_.default, _ATEN.view.default, _ATEN.as_strided.default, _ATEN._to_copy.default,
+    _ATEN.split.Tensor, _ATEN.clone.default, _ATEN.transpose.int, _ATEN.t.default,
+}  # fmt: skip
+
+
+def _cast_some(model, kind):
+    linears = [model[0], model[1].second, model[2].second] if kind == "cast" else []
+    for linear in linears:
+        linear.weight = nn.Parameter(Cast(linear.weight.detach()))
+
+
 def _raise(*_):
     raise Stop
 
@@ -99,7 +154,8 @@ def build(kind, mesh_name="dp"):
     torch.manual_seed(7 + (shard_id_of(kind) or 0))
     model = nn.Sequential(nn.Linear(8, 8), Block(), Block(), nn.Linear(8, 7))
     data = rank if shard_id_of(kind) is None else shard_id_of(kind)
-    if kind in ("fsdp", "warm", "offload", "mixed", "kept", "rows"):
+    _cast_some(model, kind)
+    if kind in ("fsdp", "warm", "offload", "mixed", "kept", "rows", "cast"):
         options = {
             "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
             "kept": {"reshard_after_forward": False},

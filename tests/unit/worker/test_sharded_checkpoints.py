@@ -15,6 +15,7 @@ KINDS = [
     "hsdp",
     "tp",
     "tp_fsdp",
+    "cast",
     "zero",
     "zero_pairs",
     "buckets",
@@ -162,9 +163,10 @@ def _is_saved_from_memory(world, tmp_path, kind, orphaned, steps, replicated=())
         )
 
 
-def test_a_snapshot_is_loaded_into_memory_of_the_same_placements(world):
+@pytest.mark.parametrize("kind", ["rows", "cast"])
+def test_a_snapshot_is_loaded_into_memory_of_the_same_placements(world, kind):
     """Memory that has not the shape of its parameter, which the next step goes on with."""
-    for undisturbed, resumed in world.run(sharded_saving.load_own, "rows", size=2):
+    for undisturbed, resumed in world.run(sharded_saving.load_own, kind, size=2):
         assert undisturbed == resumed
 
 
