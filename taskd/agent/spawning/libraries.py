@@ -83,8 +83,8 @@ def warm_optimizers() -> None:
         return
     with _without_devices():
         for name in ("SGD", "Adam", "AdamW"):
-            parameter = torch.nn.Parameter(torch.zeros(2))
-            parameter.grad = torch.zeros(2)
+            parameter = torch.nn.Parameter(torch.zeros(2, device="cpu"))
+            parameter.grad = torch.zeros(2, device="cpu")
             getattr(torch.optim, name)([parameter], lr=0.1).step()
 
 

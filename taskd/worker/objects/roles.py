@@ -322,7 +322,10 @@ def _checked_optimizer(
     what = ""
     if not hasattr(optimizer, "_optimizer_step_pre_hooks") and internals.has(
         "whether an optimizer is complete",
-        (torch.optim.SGD([torch.zeros(1, requires_grad=True)]), "_optimizer_step_pre_hooks"),
+        (
+            torch.optim.SGD([torch.zeros(1, device="cpu", requires_grad=True)]),
+            "_optimizer_step_pre_hooks",
+        ),
     ):
         inner = getattr(optimizer, "optimizer", None)
         within = (

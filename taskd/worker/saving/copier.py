@@ -329,7 +329,7 @@ def fill(snapshot: Snapshot, targets: Mapping[str, torch.Tensor]) -> None:
             ):
                 snapshot.copy_out(name, place.data_ptr())
             else:
-                host = torch.empty(place.shape, dtype=place.dtype)
+                host = torch.empty(place.shape, dtype=place.dtype, device="cpu")
                 snapshot.copy_out(name, host.data_ptr())
                 overwrite(place, host)
 

@@ -207,4 +207,4 @@ def _save(life: Life, draft: Draft, agreement: Agreement) -> Path:
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """In host memory that training does not change."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())

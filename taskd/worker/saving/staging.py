@@ -22,7 +22,8 @@ class Staging:
         )
         is_pinned = device.type != "cpu"
         self._buffers = [
-            torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(2)
+            torch.empty(piece_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+            for _ in range(2)
         ]
         self._events = [self._module.Event() for _ in range(2)]
 

@@ -178,7 +178,7 @@ class StoredSnapshot:
         tensor = (
             torch.frombuffer(memory, dtype=place.dtype)
             if entry.length
-            else torch.empty(0, dtype=place.dtype)
+            else torch.empty(0, dtype=place.dtype, device="cpu")
         )
         return Piece(place.shape, place.offsets, tensor.view(entry.shape), place.may_repeat)
 

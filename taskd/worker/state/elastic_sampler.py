@@ -109,5 +109,6 @@ class ElasticSampler:
             return place
         if self._order[0] != epoch:
             generator = torch.Generator().manual_seed(self._seed + epoch)
-            self._order = epoch, torch.randperm(self._size, generator=generator).tolist()
+            order = torch.randperm(self._size, generator=generator, device="cpu")
+            self._order = epoch, order.tolist()
         return self._order[1][place]

@@ -256,7 +256,7 @@ def _other_targets(
         wanted[name] = (
             torch.empty_like(own[name], dtype=dtype)
             if is_sharded
-            else torch.empty(shape, dtype=dtype)
+            else torch.empty(shape, dtype=dtype, device="cpu")
         )
     return wanted
 

@@ -92,7 +92,7 @@ def _find_torch_mark() -> _Mark | None:
         return None
     mark = _mark_at(address + found - 4)  # the position is the word before
     before = mark.raw
-    torch.rand(1)
+    torch.rand(1, device="cpu")
     is_moved = mark.raw != before
     generator.set_state(state)
     return mark if is_moved and mark.raw == before else None

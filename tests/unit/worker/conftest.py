@@ -18,6 +18,14 @@ def job():
     job.close()
 
 
+@pytest.fixture
+def elsewhere():
+    """The script has torch put tensors that name no device on one, which has no memory here."""
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
     world = World(tmp_path_factory.mktemp("world"))

@@ -103,6 +103,18 @@ def test_everything_comes_back_bit_by_bit_also_elsewhere(snapshotter, made):
     assert all(same(targets[name], tensors[name]) for name in tensors)
 
 
+@pytest.mark.usefixtures("elsewhere")
+def test_the_default_device_of_the_script_is_not_ours(snapshotter, made):
+    with torch.device("cpu"):
+        tensors = various()
+        targets = {name: tensor.clone().zero_() for name, tensor in blank(tensors).items()}
+        targets["transposed"] = torch.zeros(5, 9).t()
+    assert snapshotter.commit(4, 1, tensors)
+    snapshotter.wait()
+    load(made[0], 4, targets)
+    assert all(same(targets[name], tensors[name]) for name in tensors)
+
+
 def test_a_snapshot_is_the_state_of_its_commit_while_training_goes_on_in_place(snapshotter, made):
     torch.manual_seed(1)
     model = torch.nn.Sequential(
