@@ -62,6 +62,9 @@ _OF: dict[str, dict[str, str]] = {
         "test_all_is_saved_from_node_memory[[]flat-FULL_SHARD]": "[fsdp]",
     },
     "tests/process/test_sharded.py": {
+        "test_before_anybody_has_a_version_nobody_passes_for_a_replica[[][!f]*": (
+            "[flat-FULL_SHARD]; tests/unit/worker/test_shard_report.py: a shard_id"
+        ),
         "test_a_death_behind_the_vote_never_mixes_versions[[]before-commit]": (
             "[optimizer]; simulation"
         ),

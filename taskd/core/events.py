@@ -320,7 +320,7 @@ class WorkerExamined(WorkerEvent):
 
 @dataclass(frozen=True, slots=True)
 class WorkerHolds(WorkerEvent):
-    """Which part of the state it has, from the end of its restore().
+    """Which part of the state it has, or is about to have: from its restore() on.
 
     Ranks with an equal `shard` hold equal content; "" is all of it.
     """

@@ -57,6 +57,17 @@ def test_a_shard_comes_from_its_replica(
         }
 
 
+@pytest.mark.parametrize("layout", ["stages", "zero", "flat-FULL_SHARD"])
+def test_before_anybody_has_a_version_nobody_passes_for_a_replica(
+    tmp_path: pathlib.Path, undisturbed: Callable[[str], Reference], layout: str
+) -> None:
+    """The others wait for the dead rank in their first restore(): all begin afresh."""
+    with harness.job(tmp_path, LAYOUT=layout, FAULTS="3@0:before-anybody:kill") as job:
+        check_recovered(job, job.run("sharded.py"), undisturbed(layout), faults=1, replaced={3})
+        (record,) = job.recoveries()
+        assert (record["strategy"], record["version"]) == ("recover-in-place", None)
+
+
 def test_with_what_debugging_puts_around_groups(
     tmp_path: pathlib.Path, undisturbed: Callable[[str], Reference]
 ) -> None:

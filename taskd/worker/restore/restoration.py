@@ -36,7 +36,7 @@ from taskd.worker.state.extras import decode_part
 from taskd.worker.state.holding import Holding, Peers
 from taskd.worker.state.keeping import keeping_of
 from taskd.worker.state.logbook import logbook_of, parts_of
-from taskd.worker.state.shard_report import report_restored
+from taskd.worker.state.shard_report import report_built, report_restored
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ def restore(life: Life, holding: Holding) -> Restored:
     """Do what the plan says for this state, then begin to follow its steps."""
     records = life.records
     loading.check_directory(life, is_first=_is_first(life))
+    _meet_peers(life, holding)
     before = records.parked.get(holding.name)
     holding.world = life.active
     named = Named(holding.roles)
@@ -91,7 +92,7 @@ def restore(life: Life, holding: Holding) -> Restored:
     holding.is_restored = True
     records.parked.pop(holding.name, None)
     records.missing.discard(holding.name)
-    _announce(life, holding)
+    report_restored(life)
     _begin_saving(life, holding)
     records.restored_at = MonotonicClock().now()
     records.restored_from = str(restored)
@@ -104,6 +105,19 @@ def restore(life: Life, holding: Holding) -> Restored:
         restored,
     )
     return restored
+
+
+def _meet_peers(life: Life, holding: Holding) -> None:
+    """All ranks hear which part of the state each has, before one of them has a version of it.
+
+    First of all the manager does: a rank with a version and without a part counts as one that has
+    everything, so that whoever dies here would be sent the part of another one.
+    """
+    if life.plan.version is None and _is_first(life):
+        report_built(life)
+    if holding.has_parts and life.world_size > 1 and dist.is_initialized():
+        texts = Agreement(life, "peers").gather(json.dumps([holding.shard_id, holding.shard]))
+        holding.peers = Peers(*zip(*map(json.loads, texts), strict=True))
 
 
 def _begin_rollback(life: Life, holding: Holding, before: Holding | None) -> None:
@@ -356,15 +370,6 @@ def _note_version(life: Life, holding: Holding, *, is_fresh: bool) -> None:
         if is_noted:
             life.box.mark_version(version)
         life.mark(Phase.STEP)
-
-
-def _announce(life: Life, holding: Holding) -> None:
-    """Tell others which part of the state this rank has."""
-    if holding.has_parts and life.world_size > 1 and dist.is_initialized():
-        # All ranks are at this place.
-        texts = Agreement(life, "peers").gather(json.dumps([holding.shard_id, holding.shard]))
-        holding.peers = Peers(*zip(*map(json.loads, texts), strict=True))
-    report_restored(life)
 
 
 def _begin_saving(life: Life, holding: Holding) -> None:

@@ -75,7 +75,7 @@ class Holding:
         self.settings = settings or Settings()
         # of the plain tensors; what part of the state this is, "": all of it
         self.shard_id, self.shard = identity_of(roles, shard_id)
-        self.peers = Peers()  # known once restore() is complete
+        self.peers = Peers()  # known once restore() has begun
         self.comparison: Comparison | None = None  # from restore() on
         self.world: tuple[int, ...] = ()  # as `Life.active`, from restore() on
         self.on_dump: list[Callable[[Path], object]] = []

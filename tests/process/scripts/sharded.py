@@ -6,7 +6,8 @@ LAYOUT   hsdp (2 x 2), fsdp (all ranks), tp (TP 2 x DP 2), zero (DDP, optimizer 
          strategy; HYBRID_SHARD is 2 x 2), flat-FULL_SHARD-orig with use_orig_params
 FACTS, FAULTS, STEPS as in train.py, but "how" is "kill"; "together": when all of FAULTS have come
 to their places; "stop": by SIGSTOP; "late": when half of the ranks have committed this step; or, at
-place "vote", "break": nobody dies, but the vote, which has passed for all others, breaks
+place "vote", "break": nobody dies, but the vote, which has passed for all others, breaks. At place
+"before-anybody" a rank dies at the head of its restore(), when all others wait for it in theirs
 HOLD_AT  see testbed.script
 SNAPSHOT_EVERY, SNAPSHOT_BUDDY ("1"); STEP_S, seconds that a step takes longer; NOISE ("1"): every
 rank draws from its own global generator in each step
@@ -27,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import taskd
+from taskd.worker.state.agreement import Agreement
 from testbed import sharded
 from testbed.facts import facts_in
 from testbed.script import FACTS, RANK, fact, hold, is_first, planned_faults, uninterrupted
@@ -53,7 +55,9 @@ def strike(fault, step):
         os.path.exists(f"{FACTS}/fault-{other}") for other in range(len(FAULTS.split(";")))
     ):
         time.sleep(0.001)
-    while how == "late" and count_committed(step + 1) < WORLD // 2:
+    while how == "late" and count("committed", step + 1) < WORLD // 2:
+        time.sleep(0.001)
+    while fault.place == "before-anybody" and count("waits", step) < WORLD - 1:
         time.sleep(0.001)
     fact("fault", spec=fault.spec, step=step)
     if how == "break":
@@ -62,9 +66,9 @@ def strike(fault, step):
     os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 
 
-def count_committed(step):
+def count(what, step):
     found = facts_in(pathlib.Path(FACTS))
-    return sum(fact["what"] == "committed" and fact["step"] == step for fact in found)
+    return sum(fact["what"] == what and fact["step"] == step for fact in found)
 
 
 original_all_reduce = dist.all_reduce
@@ -79,6 +83,15 @@ def all_reduce(tensor, *args, **kwargs):
 
 
 dist.all_reduce = all_reduce
+original_gather = Agreement.gather
+
+
+def gather(self, text):
+    fact("waits", step=0)
+    return original_gather(self, text)
+
+
+Agreement.gather = gather
 
 
 class Net(sharded.Net):
@@ -167,6 +180,7 @@ def train():
         snapshot_buddy=os.environ.get("SNAPSHOT_BUDDY") == "1",
     )
     torch.manual_seed(99 + RANK)
+    here("before-anybody", state.step)
     restored = state.restore()
     optimizer.register_step_pre_hook(lambda *_: here("optimizer", net.step))
     fact("restored", step=state.step, source=str(restored))

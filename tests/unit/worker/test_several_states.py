@@ -198,7 +198,7 @@ def test_a_version_that_was_received_in_part_is_none(monkeypatch, late, is_new):
     [
         (restoration.hooks, "attach", None),
         (restoration, "_note_version", None),
-        (restoration, "_announce", 6),
+        (restoration, "report_restored", 6),
         (restoration, "_begin_saving", 6),
     ],
 )
