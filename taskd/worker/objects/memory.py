@@ -32,7 +32,7 @@ def sample_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
     None: there is no such memory (sparse tensors, those on "meta", quantized ones and the like).
     """
-    if not _is_strided(tensor):
+    if not is_strided(tensor):
         return None
     with torch.no_grad():
         flat = _flat(tensor.detach())
@@ -67,7 +67,7 @@ def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether every byte of the content is. Waits for the device."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    if not (_is_strided(one) and _is_strided(other)):
+    if not (is_strided(one) and is_strided(other)):
         return True  # as far as can be told
     if one.stride() != other.stride():
         one, other = one.contiguous(), other.contiguous()
@@ -90,7 +90,7 @@ def overwrite(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def _is_strided(tensor: torch.Tensor) -> bool:
+def is_strided(tensor: torch.Tensor) -> bool:
     """Whether it is a plain piece of memory, and no class that makes its own of each operation."""
     return (
         tensor.layout is torch.strided
@@ -170,7 +170,7 @@ class Kept:
             return
         own = self.own(now)
         self.tensor, self.version = now, version_of(now)
-        self.pointer = own.data_ptr() if _is_strided(own) else None
+        self.pointer = own.data_ptr() if is_strided(own) else None
         self.sample = sample_of(own)
 
     def sample_now(self) -> torch.Tensor | None:

@@ -22,6 +22,7 @@ from taskd.worker.objects.memory import Kept
 from taskd.worker.objects.own_state import OwnState
 from taskd.worker.objects.roles import Roles, tensors_in
 from taskd.worker.objects.scalers import read_scaler, write_scaler
+from taskd.worker.objects.still import Still
 from taskd.worker.objects.untrained import Untrained
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class Rollback:
         self._schedulers: dict[str, bytes] = {}
         self._scalers: dict[str, dict[str, Any]] = {}
         self._moving: list[Kept] = []  # change in the forward pass: copied at every commit
-        self._still: list[Kept] = []  # have not changed so far: only their version is looked at
+        self._first: list[Kept] = []  # of which the first commit tells whether they change
+        self._still = Still()  # have not changed so far
         self._absent: list[tuple[str, nn.Module, str]] = []  # are None: name, module, key
         self.untrained = Untrained(roles)
         self._commits = 0  # in this entry
@@ -83,7 +85,7 @@ class Rollback:
             known: names of `untrained.moving` in the entry before.
             others: what the other TrainStates hold by now.
         """
-        self._moving, self._still, self._absent = [], [], []
+        self._moving, self._first, self._still, self._absent = [], [], Still(), []
         seen: set[int] = set()
         self._commits = 0
         for role, module in self._roles.modules.items():
@@ -99,7 +101,7 @@ class Rollback:
                     buffer = Kept(name, part, key, tensor, is_parameter=False)
                     buffer.copy = shards.local(tensor).detach().clone()
                     is_moving = isinstance(part, _silent_kinds()) or tensor.is_inference()
-                    (self._moving if is_moving else self._still).append(buffer)
+                    (self._moving if is_moving else self._first).append(buffer)
         followers = self._find_followers()
         self.untrained.begin(
             {id(one) for each in followers.values() for one in each}, known, others
@@ -170,13 +172,16 @@ class Rollback:
     def remember(self) -> None:
         """At commit(): a few microseconds without buffers that change."""
         self._commits += 1
+        is_due = _is_due(self._commits)
         if self._absent:
             self._find_made()
-        if self._still:
-            self._sort_buffers()
+        if self._commits == 1:
+            self._sort_first()
+        elif self._still.kept:
+            self._sort_buffers(is_due=is_due)
         if self._moving:
             memory.copy_all(self._moving)
-        self.untrained.remember(is_due=_is_due(self._commits))
+        self.untrained.remember(is_due=is_due)
         self._remember_small()
 
     def remember_also(self) -> None:
@@ -188,10 +193,10 @@ class Rollback:
         if self._absent:
             self._find_made()
         if not self._commits:  # there are copies of all
-            memory.copy_all([*self._moving, *self._still])
+            memory.copy_all([*self._moving, *self._first])
             return
-        if self._still:
-            self._sort_buffers()
+        if self._still.kept:
+            self._sort_buffers(is_due=False)
         if self._moving:
             memory.copy_all(self._moving)
         self.untrained.remember(is_due=False)
@@ -231,35 +236,31 @@ class Rollback:
             for (name, key), (part, tensor) in made.items()
         ]
 
-    def _sort_buffers(self) -> None:
+    def _sort_first(self) -> None:
+        """At the first commit, before which there is a copy of everything."""
+        first, self._first = self._first, []
+        changed = {id(buffer.module) for buffer in first if _has_changed(buffer)}
+        still = []
+        for buffer in first:
+            if id(buffer.module) in changed:
+                self._moving.append(buffer)
+            else:  # it stood still for a step: its memory is given back
+                buffer.copy = None
+                buffer.note()
+                still.append(buffer)
+        self._still.hold(still)
+
+    def _sort_buffers(self, *, is_due: bool) -> None:
         """Copy always what changed since the last commit, and the others of its modules."""
-        changed = {id(buffer.module) for buffer in self._still if buffer.is_written()}
-        if _is_due(self._commits):
-            changed |= {id(buffer.module) for buffer in self._written_silently()}
-        if changed:
-            self._moving += [buffer for buffer in self._still if id(buffer.module) in changed]
-            self._still = [buffer for buffer in self._still if id(buffer.module) not in changed]
-        if self._commits == 1:
-            for buffer in self._still:  # it stood still for a step: its memory is given back
-                buffer.copy, buffer.sample = None, buffer.sample_now()
-
-    def _written_silently(self) -> list[Kept]:
-        """Of those that stood still by their counters: whose content is another one.
-
-        Kernels that torch or others call from a forward pass need not raise the counters of what
-        they write. Before the first commit there is a copy of everything.
-        """
-        still = [buffer for buffer in self._still if not buffer.is_written()]
-        if self._commits <= 1:
-            return [
-                buffer
-                for buffer in still
-                if buffer.copy is not None
-                and not memory.is_same(buffer.copy, buffer.own(buffer.tensor))
-            ]
-        samples = [buffer.sample_now() for buffer in still]
-        differing = memory.changed([buffer.sample for buffer in still], samples)
-        return [still[index] for index in differing]
+        written = self._still.take_written(is_due=is_due)
+        if not written:
+            return
+        changed = {id(buffer.module) for buffer in written}
+        self._moving += written
+        self._moving += [buffer for buffer in self._still.kept if id(buffer.module) in changed]
+        self._still.hold(
+            [buffer for buffer in self._still.kept if id(buffer.module) not in changed]
+        )
 
     @property
     def has_moving(self) -> bool:
@@ -305,7 +306,7 @@ class Rollback:
         modules = self._roles.modules
         touched = self.touched_followers()
         kept = {id(part) for role in touched if role in modules for part in modules[role].modules()}
-        for buffer in (*self._moving, *self._still):
+        for buffer in (*self._moving, *self._first):
             if id(buffer.module) in kept:
                 continue
             if buffer.copy is not None:
@@ -315,16 +316,24 @@ class Rollback:
         for _, module, key in self._absent:
             if id(module) not in kept and key in module._buffers:
                 module._buffers[key] = None
-        if not self._commits:
-            return ""  # there were copies of all
-        written = [buffer for buffer in self._still if buffer.is_written()]
-        for buffer in (*written, *self._written_silently()):
+        for buffer in self._still.written():
             if id(buffer.module) not in kept:
                 return (
                     f"buffer {buffer.name} changed for the first time since the "
                     "last commit() and no copy of it was kept"
                 )
         return ""
+
+
+def _has_changed(buffer: Kept) -> bool:
+    """Whether a buffer with a copy is another one by now.
+
+    Kernels that torch or others call from a forward pass need not raise the counters of what they
+    write.
+    """
+    return buffer.is_written() or (
+        buffer.copy is not None and not memory.is_same(buffer.copy, buffer.own(buffer.tensor))
+    )
 
 
 def _is_due(commits: int) -> bool:

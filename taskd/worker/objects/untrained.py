@@ -2,11 +2,11 @@
 
 Most are frozen and never change. But a forward pass may write them (the key encoder of MoCo, the
 target network of BYOL, in one module with what is trained), and then an interrupted step must not
-leave that behind. Which ones are written is seen from one commit to the next; these are copied at
-every commit from then on, as buffers are that change. Until then what was written is noticed when
-the state is parked, which is then torn. The table of an embedding with `max_norm` is trained, and
-is one of them all the same: its forward pass writes the rows that it looks up. Knows no wholly
-untrained roles: `Rollback` has them.
+leave that behind. Which ones are written is seen from one commit to the next
+(`taskd.worker.objects.still`); these are copied at every commit from then on, as buffers are that
+change. The first time that an interrupted step writes one, the copy is torn. The table of an
+embedding with `max_norm` is trained, and is one of them all the same: its forward pass writes the
+rows that it looks up. Knows no wholly untrained roles: `Rollback` has them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import nn
 from taskd.worker.objects import memory, units
 from taskd.worker.objects.memory import Kept
 from taskd.worker.objects.roles import parameters_of
+from taskd.worker.objects.still import Still
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Whose counters are looked at in one commit: the frozen base of an adapter has hundreds.
-_LOOKED_AT = 32
-
 
 class Untrained:
     """Those of one TrainState in one entry."""
@@ -38,12 +36,12 @@ class Untrained:
     def __init__(self, roles: Roles) -> None:
         self._roles = roles
         self._others: Callable[[], Iterable[Roles]] = tuple
-        self._still: list[Kept] = []  # have not changed so far
+        self._first: list[Kept] = []  # of which the first commit tells whether they change
+        self._still = Still()  # have not changed so far
         self.moving: list[Kept] = []  # copied at every commit
         self.normed: set[int] = set()  # the tables (by id) of embeddings with max_norm
         self._uncopied: list[Kept] = []  # change, and there was no memory for a copy
         self._has_committed = False
-        self._next = 0  # which of `_still` is looked at next
 
     def begin(
         self,
@@ -59,8 +57,8 @@ class Untrained:
             others: what the other TrainStates hold by now.
         """
         self._others = others
-        self._still, self.moving, self._uncopied = [], [], []
-        self._has_committed, self._next = False, 0
+        self._first, self._still, self.moving, self._uncopied = [], Still(), [], []
+        self._has_committed = False
         self.normed = {
             id(part.weight)
             for module in self._roles.modules.values()
@@ -81,8 +79,8 @@ class Untrained:
                     name = ".".join(word for word in (role, path, key) if word)
                     kept = Kept(name, part, key, tensor, is_parameter=True)
                     is_moving = name in known or id(tensor) in self.normed
-                    (self.moving if is_moving else self._still).append(kept)
-        for kept in self._still:
+                    (self.moving if is_moving else self._first).append(kept)
+        for kept in self._first:
             kept.note()
         self._copy(self.moving)
 
@@ -98,54 +96,34 @@ class Untrained:
 
     def remember(self, *, is_due: bool) -> None:
         """At commit(). `is_due`: the contents are to be compared, too."""
-        if self._still:
-            self._sort(is_due=is_due)
+        written = []
+        if not self._has_committed:
+            written = self._sort_first()
+        elif self._still.kept:
+            written = self._still.take_written(is_due=is_due)
+        if written:
+            trained = self._trained()
+            # what the script has thawed is written by its optimizer
+            self.moving += [kept for kept in written if id(kept.tensor) not in trained]
         if self.moving:
             self._copy(self.moving)
         for kept in self._uncopied:
             kept.note()
         self._has_committed = True
 
-    def _sort(self, *, is_due: bool) -> None:
-        """Find what was written since the last commit: it is copied from now on."""
-        looked = self._still
-        if not is_due:
-            looked = looked[self._next : self._next + _LOOKED_AT]
-            self._next += _LOOKED_AT
-            if self._next >= len(self._still):
-                self._next = 0
-            if not any(kept.is_written() or kept.is_elsewhere() for kept in looked):
-                return
-        written = self._written(looked, is_due=is_due)
-        if not written:
-            return
-        gone, trained = {id(kept) for kept in written}, self._trained()
-        self._still = [kept for kept in self._still if id(kept) not in gone]
-        # what the script has thawed is written by its optimizer
-        self.moving += [kept for kept in written if id(kept.tensor) not in trained]
+    def _sort_first(self) -> list[Kept]:
+        """Find what was written before the first commit, by its content.
 
-    def _written(self, looked: list[Kept], *, is_due: bool) -> list[Kept]:
-        """Those whose content was written, or may have been.
-
-        Before the first commit DDP may spread its first weights, which raises version counters and
-        changes nothing. Memory that moves about (weights that wait on another device) is no
-        evidence either: from then on only the content counts.
+        DDP may spread its first weights, which raises version counters and changes nothing.
         """
-        found, compared = [], []
-        for kept in looked:
-            if self._has_committed and kept.is_written():
-                found.append(kept)
-            elif is_due or kept.is_elsewhere():
-                compared.append(kept)
-        samples = [kept.sample_now() for kept in compared]
-        differing = memory.changed([kept.sample for kept in compared], samples)
-        found += [compared[index] for index in differing]
-        for kept in compared:
-            if not self._has_committed:
-                kept.note()
-            elif kept.is_elsewhere():
-                kept.pointer = None
-        return found
+        first, self._first = self._first, []
+        samples = [kept.sample_now() for kept in first]
+        written = set(memory.changed([kept.sample for kept in first], samples))
+        still = [kept for index, kept in enumerate(first) if index not in written]
+        for kept in still:
+            kept.note()
+        self._still.hold(still)
+        return [first[index] for index in sorted(written)]
 
     def _copy(self, wanted: list[Kept]) -> None:
         """Where there is no memory for the copies, training goes on without them."""
@@ -170,10 +148,13 @@ class Untrained:
         for kept in self.moving:
             if kept.copy is not None:
                 kept.put_back()
-        still = [*self._still, *self._uncopied]
-        written = [kept for kept in still if self._has_committed and kept.is_written()]
-        samples = [kept.sample_now() for kept in still]
-        written += [still[i] for i in memory.changed([kept.sample for kept in still], samples)]
+        # at each commit these are noted: those to come, until the first one, and the uncopied ones
+        noted = [*self._first, *self._uncopied]
+        samples = [kept.sample_now() for kept in noted]
+        differing = memory.changed([kept.sample for kept in noted], samples)
+        written = [noted[index] for index in differing]
+        written += [kept for kept in self._uncopied if kept.is_written()]
+        written += self._still.written()
         if written:
             trained = self._trained() - self.normed
             written = [kept for kept in written if id(kept.tensor) not in trained]
