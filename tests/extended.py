@@ -444,6 +444,11 @@ _OF: dict[str, dict[str, str]] = {
             "tests/process/test_start_script.py runs it, and kills a rank"
         ),
     },
+    "tests/process/test_launching_programs.py": {
+        "test_its_workers_are_no_copies_of_it_*": (
+            "test_forkserver.py: test_programs_that_call_torchrun_are_not_forked"
+        ),
+    },
     "tests/process/test_half_open.py": {
         "test_connections_that_stop_on_the_way_*[[]open-[szg]*": (
             "[open-connected], [open-handshake], [secret-*]"

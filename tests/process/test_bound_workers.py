@@ -56,7 +56,10 @@ def tools(tmp_path: pathlib.Path) -> pathlib.Path:
 
 def run_bound(job: harness.Job, torchrun: str, script: str) -> harness.Finished:
     command = [sys.executable, "-c", torchrun, "--numa-binding=node", "--nproc-per-node=2", script]
-    agent = harness.Output(command, job.env, job.directory / "agent.out", job.directory)
+    env = job.env | {
+        "TASKD_FORKSERVER": "fork"
+    }  # what the program changes is no business of theirs
+    agent = harness.Output(command, env, job.directory / "agent.out", job.directory)
     job.agents.append(agent)
     return agent.wait(120)
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -283,6 +284,15 @@ def test_title_and_fields_of_a_worker(shared: Client) -> None:
     assert title == "taskd-forkserver"
 
 
+@pytest.fixture
+def is_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program of this process is torchrun's, as far as anybody can see."""
+    main = types.ModuleType("__main__")
+    main.__file__ = "/usr/bin/torchrun"
+    monkeypatch.setitem(sys.modules, "__main__", main)
+
+
+@pytest.mark.usefixtures("is_torchrun")
 def test_a_process_with_threads_is_not_forked() -> None:
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
@@ -292,6 +302,29 @@ def test_a_process_with_threads_is_not_forked() -> None:
     finally:
         stop.set()
         thread.join()
+
+
+def as_torchrun(folder: Path, code: str) -> str:
+    """Its console script, with other content."""
+    path = folder / "torchrun"
+    path.write_text(code, encoding="utf-8")
+    return str(path)
+
+
+def said_by(command: list[str], folder: Path, **env: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=DEADLINE_S,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", **env},
+    )
+    return done.stdout.strip()
+
+
+ASKS = "from taskd.agent.spawning.forkserver import why_not_fork\nprint(why_not_fork())\n"
 
 
 @pytest.mark.parametrize(
@@ -304,18 +337,47 @@ def test_a_process_with_threads_is_not_forked() -> None:
         (["-E"], "-E"),
     ],
 )
-def test_options_of_the_interpreter(options: list[str], expected: str | None) -> None:
-    code = "from taskd.agent.spawning.forkserver import why_not_fork; print(why_not_fork())"
-    done = subprocess.run(
-        [sys.executable, *options, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=DEADLINE_S,
+def test_options_of_the_interpreter(
+    tmp_path: Path, options: list[str], expected: str | None
+) -> None:
+    torchrun = as_torchrun(tmp_path, f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{ASKS}")
+    said = said_by([*options, torchrun], tmp_path)
+    assert said == "None" if expected is None else expected in said
+
+
+BY_RUNPY = """import runpy
+runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [
+        pytest.param(["-m", "torch.distributed.run"], None, id="torch"),
+        pytest.param(["torch/distributed/run.py"], None, id="file"),
+        pytest.param(["-c", BY_RUNPY], None, id="runpy"),
+        pytest.param(["-c", ASKS], "a program without a file", id="command"),
+        pytest.param(["other.py"], "{}/other.py", id="script"),
+        pytest.param(["-m", "other"], "python -m other", id="module"),
+    ],
+)
+def test_programs_that_call_torchrun_are_not_forked(
+    tmp_path: Path, command: list[str], program: str | None
+) -> None:
+    """But torchrun itself is. These stand in the place of torch, and import nothing of it."""
+    folder = tmp_path / "torch" / "distributed"
+    folder.mkdir(parents=True)
+    for path in (folder.parent, folder):
+        (path / "__init__.py").touch()
+    for path in (folder / "run.py", tmp_path / "other.py"):
+        path.write_text(ASKS, encoding="utf-8")
+    said = said_by(command, tmp_path)
+    assert said.partition(",")[0] == (
+        f"torchrun was called by {program.format(tmp_path)}" if program else "None"
     )
-    assert done.stdout == "None\n" if expected is None else expected in done.stdout
 
 
+@pytest.mark.usefixtures("is_torchrun")
 def test_a_process_with_a_device_is_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_HARMLESS_DEVICES", ())  # so that /dev/null counts as a device
     with open("/dev/null", "rb"):
@@ -323,21 +385,14 @@ def test_a_process_with_a_device_is_not_forked(monkeypatch: pytest.MonkeyPatch) 
         assert "/dev/null" in (forkserver.why_not_fork() or "")
 
 
-def test_numpy_pool_does_not_count() -> None:
+def test_numpy_pool_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenBLAS ends its threads before a fork; a process that has only those may be forked."""
     code = (
         "import numpy, json\nfrom taskd.agent.spawning import forkserver, processes\n"
         "before = processes.thread_count()\nprint(json.dumps([before, "
         "forkserver.why_not_fork(), processes.thread_count()]))"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=DEADLINE_S,
-        env={**environment, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "2"},
-    )
-    before, reason, after = json.loads(done.stdout)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    said = said_by([as_torchrun(tmp_path, code)], tmp_path, OPENBLAS_NUM_THREADS="2")
+    before, reason, after = json.loads(said)
     assert (before, reason, after) == (min(2, os.cpu_count() or 1), None, 1)

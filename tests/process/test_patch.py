@@ -87,8 +87,8 @@ def script(tmp_path: Path) -> Path:
 def patched_run(tmp_path: Path) -> Path:
     """A private copy of torch/distributed/run.py, patched by the documented command."""
     assert torchrun.__file__ is not None
-    copy = tmp_path / "overlay" / "run.py"
-    copy.parent.mkdir()
+    copy = tmp_path / "torch" / "distributed" / "run.py"
+    copy.parent.mkdir(parents=True)
     copy.write_text(Path(torchrun.__file__).read_text(encoding="utf-8"), encoding="utf-8")
     subprocess.run(
         ["sed", "-i", "/import os/i import taskd.python.adaptor.patch", str(copy)], check=True
@@ -221,6 +221,7 @@ def test_a_torch_that_is_not_tested_and_looks_like_one_that_is_works(script: Pat
         [sys.executable, "-c", code, "--standalone", "--nproc-per-node", "2", str(script)],
         script.parent,
         TASKD_PROCESS_ENABLE="on",
+        TASKD_FORKSERVER="fork",
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("torch 3.0.0 is not one that taskd is tested with") == 1

@@ -43,6 +43,9 @@ log = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 10.0
 _SEND_TIMEOUT_S = 10  # one that is ready reads at once
 _TITLE_ROOM = 1024  # bytes of command line kept free, for the titles of workers
+# How torchrun is started: as a program, or as a module by `python -m`.
+_TORCHRUN = ("/torchrun", "/torch/distributed/run.py", "/torch/distributed/launch.py")
+_MODULES = ("torch.distributed.run", "torch.distributed.launch", "taskd.run")
 # The same taskd as the agent's, whatever else is installed; then the search path of a program that
 # knows nothing of it.
 _MAIN = """import sys
@@ -89,7 +92,7 @@ class Forkserver:
             mode, reason = (
                 ("exec", obstacle)
                 if obstacle
-                else ("fork", "this process has one thread and no device")
+                else ("fork", "this process is torchrun alone, has one thread and no device")
             )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setsockopt(
@@ -214,6 +217,9 @@ def _wait_or_kill(pid: int, timeout_s: float) -> None:
 
 def why_not_fork() -> str | None:
     """Why this process must not be forked to make workers of it; None if it may."""
+    program = _other_program()
+    if program is not None:
+        return f"torchrun was called by {program}, and workers must have nothing of what that did"
     options = _interpreter_options()
     if options:
         return (
@@ -227,6 +233,21 @@ def why_not_fork() -> str | None:
         return "this process has Python threads"
     threads = processes.settle_threads()
     return f"this process has {threads} threads" if threads > 1 else None
+
+
+def _other_program() -> str | None:
+    """The program that calls torchrun in its own process; None: this is torchrun and nothing else.
+
+    What it has set (types, seeds), opened (temporary folders, which its end deletes) and read (RANK
+    by an import, where there is none yet) would be in each worker.
+    """
+    main = sys.modules["__main__"]
+    spec, path = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if spec is not None:  # of `python -m`
+        return None if spec.name in _MODULES else f"python -m {spec.name}"
+    if path is None:
+        return "a program without a file"
+    return None if os.path.abspath(path).endswith(_TORCHRUN) else str(path)
 
 
 def _interpreter_options() -> list[str]:
