@@ -5,9 +5,10 @@
 
 Owns the present forkserver, the requests that it has not answered, and the pidfds of workers. A
 forkserver that dies, or does not answer in time, is replaced: its workers are our children from
-then on, and what it was asked for is asked of the next one. A worker begins only when its start has
-been told, so that none can appear later. Every request gets one answer. How long to wait and how
-often to try is decided in `taskd.core.policy.forkservers`. For one thread.
+then on, and what it was asked for is asked of the next one. What waits for one that does not come
+to an end with its imports is started without. A worker begins only when its start has been told, so
+that none can appear later. Every request gets one answer. How long to wait and how often to try is
+decided in `taskd.core.policy.forkservers`. For one thread.
 """
 
 from __future__ import annotations
@@ -122,12 +123,15 @@ class Spawner:
                 is_stopped=is_stopped,
             )
             if reason is not None:
+                is_late = self._limits.is_late
                 found += self._lost(f"{reason}: it is killed")
+                if is_late:
+                    found += self._start_directly(f"the forkserver {reason}")
         elif self._why_none is None:
             found += self._lost(self.forkserver.fate)
         found += self._reap()
         self._hand_over()
-        return found + self._start_directly()
+        return found if self.forkserver.alive else found + self._start_directly(self._why_none)
 
     def close(self) -> None:
         """End every worker that still lives, and the forkserver. Returns when they are gone."""
@@ -232,23 +236,21 @@ class Spawner:
 
     # ------------------------------------------------------------------ our own children
 
-    def _start_directly(self) -> list[Reply]:
-        """What is waited for, if there is no forkserver."""
+    def _start_directly(self, why: str | None) -> list[Reply]:
+        """What is waited for, without a forkserver."""
         found: list[Reply] = []
-        while self._waiting and not self.forkserver.alive:
+        while self._waiting:
             request = self._waiting.popleft()
             try:
                 process = interpreter.start(request)
                 pidfd = _pidfd_of(process.pid)
             except OSError as error:
-                found.append(
-                    StartFailed(request.token, f"{self._why_none}; and no interpreter: {error}")
-                )
+                found.append(StartFailed(request.token, f"{why}; and no interpreter: {error}"))
             else:
                 self._workers[request.token] = _Worker(
                     process.pid, pidfd, is_ours=True, process=process
                 )
-                found.append(Started(request.token, process.pid, pidfd, self._why_none))
+                found.append(Started(request.token, process.pid, pidfd, why))
             processes.close_all(request.fds.values())
         return found
 

@@ -6,7 +6,9 @@ Owns the limits, and counts silence and deaths. Knows no process: the agent's `S
   none. After a second that is no accident of the kernel's.
 - One that runs answers within milliseconds, even on a machine where hundreds of processes wait for
   each processor within a second.
-- One that still imports what workers need may take minutes on a cold network disk.
+- One that still imports what workers need may take minutes on a cold network disk. The first one
+  has a quarter of an hour for that, as nothing trains meanwhile; a later one, for which the rest of
+  the job waits, finds most of it in memory. Who has waited in vain starts without.
 - One that dies again and again dies of something that another one will not cure; but a day later
   that says nothing any more.
 """
@@ -15,7 +17,8 @@ from collections import deque
 
 STOPPED_S = 1.0
 ANSWER_S = 10.0
-PRELOAD_S = 300.0
+PRELOAD_S = 900.0
+PRELOAD_AGAIN_S = 300.0
 DEATHS = 3
 DEATHS_WITHIN_S = 600.0
 _LONGEST_LOOK_S = (
@@ -32,6 +35,12 @@ class Forkservers:
         self._silent_s = 0.0
         self._stopped_s = 0.0
         self._was_ready = False
+        self._preload_s = PRELOAD_S
+
+    @property
+    def is_late(self) -> bool:
+        """It has had its time, and is not ready yet: what waits for it starts without."""
+        return not self._was_ready and self._silent_s >= self._preload_s
 
     def heard(self) -> None:
         """It has answered, or is a new one."""
@@ -54,7 +63,7 @@ class Forkservers:
         self._stopped_s = self._stopped_s + elapsed_s if is_stopped else 0.0
         if self._stopped_s >= STOPPED_S:
             return f"has been stopped for {self._stopped_s:.0f} s"
-        limit_s = ANSWER_S if is_ready else PRELOAD_S
+        limit_s = ANSWER_S if is_ready else self._preload_s
         if self._silent_s < limit_s:
             return None
         return f"has not {'answered' if is_ready else 'been ready'} for {self._silent_s:.0f} s"
@@ -62,6 +71,7 @@ class Forkservers:
     def died(self, now: float) -> None:
         """It is gone, by itself or by us; or could not be started."""
         self._deaths.append(now)
+        self._preload_s = PRELOAD_AGAIN_S
         self.heard()
 
     def why_none(self, now: float) -> str | None:

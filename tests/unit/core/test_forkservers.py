@@ -1,9 +1,12 @@
 """How long a forkserver is waited for, and when another one is started."""
 
+import pytest
+
 from taskd.core.policy.forkservers import (
     ANSWER_S,
     DEATHS,
     DEATHS_WITHIN_S,
+    PRELOAD_AGAIN_S,
     PRELOAD_S,
     STOPPED_S,
     Forkservers,
@@ -38,7 +41,23 @@ def test_one_that_is_stopped_and_owes_an_answer_is_replaced_soon() -> None:
 
 def test_one_that_does_not_answer_is_replaced_and_one_that_still_imports_has_longer() -> None:
     assert replaced_after(0.5, 60) == (ANSWER_S, "has not answered for 10 s")
-    assert replaced_after(1.0, 1000, is_ready=False) == (PRELOAD_S, "has not been ready for 300 s")
+    assert replaced_after(1.0, 1000, is_ready=False) == (PRELOAD_S, "has not been ready for 900 s")
+
+
+def test_what_waits_for_one_that_has_had_its_time_to_import_is_started_without_it() -> None:
+    limits, now = Forkservers(), 0.0
+    for limit_s in (PRELOAD_S, PRELOAD_AGAIN_S):  # the next one finds more in memory
+        until = now + limit_s
+        while limits.why_replace(now, owes=True, is_ready=False, is_stopped=False) is None:
+            assert not limits.is_late
+            now += 1
+        assert limits.is_late
+        assert now == pytest.approx(until, abs=1)
+        limits.died(now)
+        assert not limits.is_late
+    for second in range(int(ANSWER_S) + 5):
+        limits.why_replace(now + second, owes=True, is_ready=True, is_stopped=False)
+        assert not limits.is_late, "one that is ready is replaced, and the next one asked"
 
 
 def test_one_that_owes_nothing_is_left_alone() -> None:
