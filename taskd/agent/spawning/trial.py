@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from taskd.agent.spawning import known, processes
 from taskd.agent.spawning.protocol import packed
+from taskd.imported import namespace
 
 if TYPE_CHECKING:
     import socket
@@ -50,7 +51,7 @@ class Trial:
             with suppress(BaseException):  # what cannot be imported alone is no harm
                 importlib.import_module(name)
             for new in sys.modules.keys() - loaded:
-                if self._own.has(getattr(sys.modules[new], "__file__", None)):
+                if self._own.has(namespace(sys.modules[new]).get("__file__")):
                     self._refuse(f"imports {new} of the script's own folder")
             reason = _State().difference(before)
             if reason is not None:
@@ -124,7 +125,7 @@ def _functions_of_torch() -> dict[str, Any]:
         f"{name}.{attribute}": value
         for name, module in list(sys.modules.items())
         if name.partition(".")[0] == "torch"
-        for attribute, value in list(vars(module).items())
+        for attribute, value in list(namespace(module).items())
         if callable(value)
     }
 

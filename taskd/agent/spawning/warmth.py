@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from taskd.agent.spawning import processes
 from taskd.agent.spawning.program import Program, parse
+from taskd.imported import namespace
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -140,7 +141,7 @@ def _shadowed(directory: str) -> str | None:
             os.path.join(directory, entry, "__init__.py")
         ):
             continue
-        origin = getattr(module, "__file__", None)
+        origin = namespace(module).get("__file__")
         if origin is None or not os.path.realpath(origin).startswith(here + os.sep):
             return stem
     return None

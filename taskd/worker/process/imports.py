@@ -16,7 +16,7 @@ import zlib
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from taskd.worker.process.replaced import namespace
+from taskd.imported import namespace
 
 if TYPE_CHECKING:
     from types import ModuleType

@@ -8,19 +8,9 @@ modules of its script preloaded, so have those. Knows nothing of what the functi
 from __future__ import annotations
 
 import sys
-from types import ModuleType
 from typing import Any
 
-
-def namespace(module: Any) -> dict[str, Any]:
-    """What an entry of sys.modules has by name; nothing, if it is no module. Runs no code of it.
-
-    A lazy one (`importlib.util.LazyLoader`) is executed as soon as it is asked for an attribute,
-    `__dict__` too, and what it raises then is not for us.
-    """
-    if not issubclass(type(module), ModuleType):  # `isinstance` asks it
-        return {}
-    return vars(ModuleType)["__dict__"].__get__(module) or {}
+from taskd.imported import namespace
 
 
 class Replaced:

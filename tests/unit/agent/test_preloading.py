@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from taskd.agent.spawning import child, processes, server
+from taskd.agent.spawning import child, preloading, processes, server
 from taskd.agent.spawning.preloading import Preloaded, Report, imported, told
 from taskd.agent.spawning.protocol import (
     Forked,
@@ -33,7 +33,7 @@ from taskd.agent.spawning.protocol import (
     reply_from,
     reply_message,
 )
-from taskd.agent.spawning.trial import Own
+from taskd.agent.spawning.trial import Own, Trial
 from taskd.worker.process.imports import Imports
 
 if TYPE_CHECKING:
@@ -95,26 +95,51 @@ def test_a_report_arrives_once_after_the_first_step(
     assert os.read(report.fd, 1) == b""  # its end is closed
 
 
+# A library whose part is executed when it is first used, if ever.
+LAZILY = """
+import importlib.util, sys
+spec = importlib.util.find_spec("optional")
+spec.loader = importlib.util.LazyLoader(spec.loader)
+optional = sys.modules["optional"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(optional)
+"""
+OPTIONAL = "raise OSError('a library of the system is missing')\n"
+
+
+def imports_lazily(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`import lazily` works, and executes no `optional`."""
+    for name, text in (("lazily", LAZILY), ("optional", OPTIONAL)):
+        (folder / f"{name}.py").write_text(text)
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        monkeypatch.delitem(sys.modules, name)  # so that it is as before in the end
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def test_a_trial_executes_none_either(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which library has it was left out: `ends its process (exit 1)`."""
+    imports_lazily(tmp_path, monkeypatch)
+
+    def tell(connection: socket.socket) -> None:
+        Trial(connection, (), Own(str(tmp_path / "elsewhere"))).run(["lazily"])
+
+    assert preloading._throw_away(1, tell) == (1, None)
+
+
 def test_a_report_executes_no_module_that_waits_for_its_first_use(
     report: Report, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What an optional one raised was the end of the report."""
-    path = tmp_path / "optional.py"
-    path.write_text("raise OSError('a library of the system is missing')\n")
-    spec = importlib.util.spec_from_file_location("optional", path)
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setitem(sys.modules, "optional", module)
+    imports_lazily(tmp_path, monkeypatch)
+    module = importlib.import_module("lazily").optional
     imports = Imports(os.dup(report.writer))
     report.hand_over()
     imports.note_step()
     imports.report_if_due()
     found = report.read()
     assert found
-    assert dict(found["modules"])["optional"] == str(path)
+    assert dict(found["modules"])["optional"] == str(tmp_path / "optional.py")
     with pytest.raises(OSError, match="is missing"):
         _ = module.anything
 
