@@ -48,6 +48,7 @@ def run(
     host = TorchrunHost(launcher, context)
     identity = log_setup.setup(settings.log, job_id=settings.job_id, role=f"agent-{host.node_rank}")
     log.info("taskd %s from %s", taskd.__version__, taskd.__path__[0])
+    context.spawner.tell_how_started()
     log_setup.warn_of_misspelt(misspelt_variables())
     place = manager_place(
         settings, launcher.master_host, node_rank=host.node_rank, node_count=host.node_count

@@ -82,6 +82,7 @@ def test_it_is_there_once_however_it_is_asked_for(
     assert done.stdout.count("parent taskd-forkserver") == 2
     assert done.stdout.count("max 32767") == 2
     assert done.stderr.count("taskd 0.1.0 from") == 1
+    assert done.stderr.count("forkserver started by fork: this process is torchrun alone") == 1
 
 
 @pytest.mark.parametrize("why", ["switched off", "unknown torch"])

@@ -60,6 +60,7 @@ def test_its_workers_are_no_copies_of_it_and_one_that_is_killed_is_replaced(
         said = re.findall(r"rank (\d) is (-?\d), torch\.float(\d\d)", finished.output)
         assert sorted(said) == [("0", "0", "32"), ("1", "1", "32"), ("1", "1", "32")]
         assert "its folder is there" in finished.output
+        assert "forkserver started by exec: torchrun was called by " in finished.output
         (record,) = job.recoveries()
         assert record["strategy"] == "recover-in-place"
         assert len(set(job.digests().values())) == 1

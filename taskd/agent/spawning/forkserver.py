@@ -104,7 +104,6 @@ class Forkserver:
         else:
             process = _execute(theirs, names)
         theirs.close()
-        log.info("forkserver started by %s: %s", mode, reason)
         return cls(Wire(ours), process, mode, reason)
 
     @property

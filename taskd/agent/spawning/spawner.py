@@ -79,6 +79,10 @@ class Spawner:
         ]
         return [*([self.forkserver.fd] if self.forkserver.alive else []), *ours]
 
+    def tell_how_started(self) -> None:
+        """A line on the present forkserver. The first one is there before there is a log."""
+        log.info("forkserver started by %s: %s", self.forkserver.mode, self.forkserver.reason)
+
     def spawn(self, request: SpawnRequest) -> None:
         """Ask for a worker. `Started` or `StartFailed` follows from `read`, whatever happens.
 
@@ -225,6 +229,7 @@ class Spawner:
                 reason = f"another one could not be started: {error}"
             else:
                 self._limits.heard()
+                self.tell_how_started()
         if reason is not None and self._why_none is None:
             log.warning(
                 "there is no forkserver (%s): workers are started as fresh interpreters, "
