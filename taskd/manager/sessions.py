@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from taskd.core.job.speakers import Quarantine
 from taskd.log import SHOWN_CHARACTERS, SayOnce
+from taskd.transport.base import NAMELESS
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -94,8 +95,11 @@ class Sessions:
         """Why this connection may not speak for an incarnation that was accepted; None: it may.
 
         An agent connects under a name that nobody else is told. Who has only heard of the
-        incarnation, in a log or as a peer of that node, has another one.
+        incarnation, in a log or as a peer of that node, has another one. What it said before it
+        connected anew may be read after its name was handed over, and does not have the place.
         """
+        if peer.startswith(NAMELESS):
+            return f"node {node_rank} has another connection by now, or said no name on this one"
         holder = self.holders.get(node_rank)
         if holder is None or holder.incarnation != incarnation or holder.peer == peer:
             return None

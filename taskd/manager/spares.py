@@ -14,6 +14,7 @@ from taskd.core.policy.spares import Spares
 from taskd.core.timeouts import Timeouts
 from taskd.errors import RemoteProtocolError
 from taskd.log import SHOWN_CHARACTERS, Allowance
+from taskd.transport.base import NAMELESS
 from taskd.wire import messages, translate
 
 if TYPE_CHECKING:
@@ -86,7 +87,8 @@ class SpareDesk:
     def take(self, peer: bytes, envelope: codec.Envelope, message: messages.Message) -> None:
         """Read one message. Raises `RemoteProtocolError`."""
         spare, now = envelope.incarnation, self._clock.now()
-        if not isinstance(spare, str) or self._connections.get(spare, peer) != peer:
+        is_former = peer.startswith(NAMELESS)  # of one that has connected anew
+        if not isinstance(spare, str) or is_former or self._connections.get(spare, peer) != peer:
             raise RemoteProtocolError("foreign", "a spare speaks for itself alone")
         if isinstance(message, messages.Heartbeat):
             self._outbox.acknowledge(peer, known=self._spares.heard(spare, now))

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 MAX_FRAME_BYTES = 256 * 1024  # as MAX_MESSAGE_BYTES of the wire, which refuses what is longer
+# How an identity begins that is made up by the listener: of a connection whose own one is now that
+# of another, as its peer has connected anew, and of one that has presented none.
+NAMELESS = b"\0"
 
 
 class Link(Protocol):

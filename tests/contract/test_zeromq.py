@@ -135,6 +135,36 @@ def test_what_was_on_the_way_to_a_peer_that_speaks_on_another_connection_is_in_d
         dealer.close()
 
 
+def test_what_is_read_of_a_connection_after_its_peer_has_another_one_is_nobodys(
+    router: zeromq.Router, monkeypatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(router, "_ended", ended.append)
+    former = zeromq.Dealer(router.address, "a")
+    for words in (b"1", b"2"):
+        former.send(None, words)
+    assert router._socket.poll(10_000), "the name of the first is known, and nothing is read"
+    former._linger_ms = 10_000
+    former.close()
+    deadline = time.monotonic() + 10
+    while not ended:
+        assert time.monotonic() < deadline
+        router.poll(0.05)
+    present = zeromq.Dealer(router.address, "a")
+    while not present.receive():  # it has the name when it gets what is said to that
+        assert time.monotonic() < deadline
+        router.send(b"a", b"y")
+        present.poll(0.02)
+    present.send(None, b"3")
+    heard = await_messages(router, 3)
+    assert [(words, peer.startswith(base.NAMELESS)) for peer, words in heard] == [
+        (b"1", False),
+        (b"2", True),
+        (b"3", False),
+    ]
+    present.close()
+
+
 def test_a_monstrous_frame_costs_its_sender_the_connection(router: zeromq.Router) -> None:
     big, small = zeromq.Dealer(router.address, "big"), zeromq.Dealer(router.address, "small")
     big.send(None, bytes(8 * base.MAX_FRAME_BYTES))

@@ -27,7 +27,7 @@ class Peer:
         rank: int | None = None,
         job_id: str = "job",
         incarnation: str = "a0",
-        name: str | None = None,
+        name: str | bytes | None = None,
     ) -> None:
         self.dealer = MemoryDealer(
             network, "manager", name or f"{role}-{node_rank}-{rank}-{incarnation}"

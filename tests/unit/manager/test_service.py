@@ -6,8 +6,13 @@ import gc
 
 import pytest
 
+from taskd.config import LogConfig, ManagerConfig
 from taskd.core import events
+from taskd.manager.service import Service
 from taskd.manager.sessions import Session
+from taskd.testing.clock import FakeClock
+from taskd.transport import base
+from taskd.transport.memory import MemoryRouter
 from taskd.wire import messages
 from tests.unit.manager.peer import Peer, lost, recover, types
 
@@ -63,6 +68,33 @@ def test_a_second_agent_for_a_taken_position_is_refused(service, network, agent)
     agent.say(messages.Heartbeat())
     service.turn()
     assert agent.heard()[0].known
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_what_an_agent_said_before_it_connected_anew_does_not_have_its_place(
+    service, network, is_late
+) -> None:
+    """Its name had been handed over before the words of the former connection were read."""
+    former = Peer(network, name=base.NAMELESS + b"1234")
+    present = Peer(network)
+    for peer in (present, former) if is_late else (former, present):
+        peer.register(sequence=2 if peer is present else 1)
+    service.turn()
+    assert types(present.heard()) == [messages.Accepted]
+    present.say(messages.Heartbeat())
+    service.turn()
+    assert present.heard()[0].known
+
+
+def test_nor_do_the_last_words_of_a_spare_on_its_former_connection(tmp_path, network) -> None:
+    log = LogConfig(tmp_path / "log")
+    config = ManagerConfig("job", "", 30.0, None, log, strategies=("recover",), reschedule_s=9.0)
+    service = Service(config, MemoryRouter(network, "manager"), FakeClock())
+    for name in (base.NAMELESS + b"1234", None):
+        spare = Peer(network, role="spare", node_rank=None, incarnation="s0", name=name)
+        spare.report(events.SpareRegistered, "host", "name")
+    service.turn()
+    assert types(spare.heard()) == [messages.Accepted]
 
 
 @pytest.mark.parametrize("role", ["agent", "worker"])
