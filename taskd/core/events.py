@@ -290,20 +290,14 @@ class WorkerReturned(WorkerEvent):
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady(WorkerEvent):
-    """Worker to agent only: the runtime listens.
-
-    `guarded`: it owns the futex in its black box, so the alarm can be armed.
-    """
+    """Worker to agent only: the runtime listens. `guarded`: the death alarm can be armed."""
 
     guarded: bool
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerUncaught(WorkerEvent):
-    """Worker to agent only: the script ends by this exception.
-
-    The exit that follows is to be described by `fault`.
-    """
+    """Worker to agent only: the script ends by this exception, which describes its exit."""
 
     fault: Fault
 
@@ -409,10 +403,7 @@ class WorkerMirrors(WorkerEvent):
 
 @dataclass(frozen=True, slots=True)
 class WorkerProfiling(WorkerEvent):
-    """The answer to `SetProfiling`, and any later change: which domains are profiled.
-
-    No part of any recovery.
-    """
+    """Which domains are profiled, in answer to `SetProfiling` or later. No part of any recovery."""
 
     status: int
 
@@ -420,6 +411,13 @@ class WorkerProfiling(WorkerEvent):
 @dataclass(frozen=True, slots=True)
 class WorkerFinished(WorkerEvent):
     """The process ended with exit code 0, as it should."""
+
+
+@dataclass(frozen=True, slots=True)
+class OrderDropped(Event):
+    """An order fits into no message, so that nobody obeys it. `reason`: which, and its size."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

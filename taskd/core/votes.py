@@ -3,13 +3,17 @@
 `taskd.core.policy.election` says who votes for whom, and why.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 # An earlier life of a manager may have told rosters of which nobody has heard who comes back: so
 # many numbers are left out. It tells one for each agent or spare that comes or goes.
 SKIPPED = 1000
 MAX_NUMBER = 1 << 52  # of a roster that is gone on from: so that there are numbers left
+# Of addresses in a roster: with all else that stands there (99 voters, names of earlier rosters) it
+# fits into a message, of 256 KiB.
+_LISTENERS_BYTES = 200 * 1024
+_ITEM_BYTES = 5  # what stands before a text, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +38,9 @@ class Roster:
     """All voters, in order of their places.
 
     `term`, `number`: of the manager, and of the roster. `former`: the names of earlier rosters that
-    count beside it, until all have this one. `listeners`: addresses of spares, and of agents that
-    do not vote. `node_count`, `ranks_per_node`: of the job. `witness`: in a job of two nodes, the
-    spare that votes, too (`taskd.core.policy.pairs`).
+    count beside it, until all have this one. `listeners`: addresses of agents that do not vote, and
+    of spares, as many as are `fitting`. `node_count`, `ranks_per_node`: of the job. `witness`: in a
+    job of two nodes, the spare that votes, too (`taskd.core.policy.pairs`).
     """
 
     term: int
@@ -81,6 +85,18 @@ class Roster:
     @property
     def _groups(self) -> list[tuple[str, ...]]:
         return [self.names, *self.former]
+
+
+def fitting(addresses: Iterable[str]) -> tuple[str, ...]:
+    """As many of these as a roster has room for, from the first on."""
+    found: list[str] = []
+    left = _LISTENERS_BYTES
+    for address in addresses:
+        left -= len(address.encode(errors="replace")) + _ITEM_BYTES
+        if left < 0:
+            break
+        found.append(address)
+    return tuple(found)
 
 
 def _count(group: Collection[str], names: Collection[str]) -> int:

@@ -14,7 +14,7 @@ from taskd.core import commands
 from taskd.core.phase import TRAINING
 from taskd.core.policy.election import MAX_VOTERS, Electorate
 from taskd.core.policy.pairs import PLACES, PairElectorate, WaitingSpare
-from taskd.core.votes import Voter
+from taskd.core.votes import Voter, fitting
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -49,7 +49,7 @@ class VoterDesk:
         self._sizes: set[int] = set()  # ranks of a node
         self._untold: set[int] = set()  # nodes that have registered since, in a larger job
         self._is_changed = False
-        self._is_held_back = False
+        self._is_held_back = self._is_cut = False
 
     @property
     def term(self) -> int:
@@ -258,7 +258,7 @@ class VoterDesk:
         places = range(machine.membership.joined_node_count or 0)
         is_whole = all(rank in self._addresses and machine.is_present(rank) for rank in places)
         if self.is_pair and (not is_whole or len(self._sizes) == 1):
-            self._turn_pair(tuple(spares), tuple(listeners), is_whole=is_whole)
+            self._turn_pair(tuple(spares), self._fitting(listeners), is_whole=is_whole)
         if self.is_pair or not is_whole:
             return
         self._electorate.settle()
@@ -268,9 +268,23 @@ class VoterDesk:
         if not all(voter.address for voter in voters):
             return  # TASKD_MANAGER is off on one of them
         others = tuple(self._addresses[rank][1] for rank in places[MAX_VOTERS:])
-        told = (*listeners, *others)
+        told = self._fitting((*others, *listeners))
         new = self._electorate.compose(len(places), max(self._sizes), voters, told)
         self._tell_roster(new, voters)
+
+    def _fitting(self, listeners: Iterable[str]) -> tuple[str, ...]:
+        """Of these addresses, who can be told of another manager."""
+        known = tuple(listeners)
+        told = fitting(known)
+        if len(told) < len(known) and not self._is_cut:
+            log.warning(
+                "%d of %d addresses have no room in what voters are told: whoever is there (the "
+                "last spares and nodes) does not hear of another manager, should one be elected",
+                len(known) - len(told),
+                len(known),
+            )
+        self._is_cut = len(told) < len(known)
+        return told
 
     def _tell_roster(self, new: Roster | None, voters: tuple[Voter, ...]) -> None:
         """A new one to all. None: the last one to those who may have missed it."""

@@ -6,17 +6,21 @@ import logging
 from typing import TYPE_CHECKING
 
 from taskd.core import commands, events
+from taskd.errors import LocalProtocolError
 from taskd.manager.records import describe_fault
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from taskd.clock import Clock
     from taskd.log import Identity
     from taskd.manager.guarded import GuardedMachine
     from taskd.manager.held_records import HeldRecords
     from taskd.manager.outbox import Outbox
 
 log = logging.getLogger(__name__)
+
+_BESIDE = (commands.Pair, commands.ReturnMirrors)  # recoveries go on without them
 
 
 class Executor:
@@ -27,6 +31,7 @@ class Executor:
         guarded: GuardedMachine,
         outbox: Outbox,
         records: HeldRecords,
+        clock: Clock,
         identity: Identity | None = None,
     ) -> None:
         """`identity`: the log prefix, whose generation is kept up to date."""
@@ -35,6 +40,7 @@ class Executor:
         self._guarded = guarded
         self._outbox = outbox
         self._records = records
+        self._clock = clock
         self._identity = identity
 
     def feed(self, event: events.Event) -> None:
@@ -45,11 +51,24 @@ class Executor:
 
     def execute_all(self, orders: list[commands.Command]) -> None:
         """Execute each command; one that fails does not cost the others."""
+        dropped = None
         for command in orders:
             with self._guarded.surviving(f"the order {type(command).__name__}"):
-                self.execute(command)
+                try:
+                    self.execute(command)
+                except LocalProtocolError as error:
+                    if isinstance(command, _BESIDE):
+                        raise
+                    dropped = error
+        if dropped is not None:
+            self._give_up(dropped)
         if self._identity is not None:
             self._identity.generation = self._guarded.machine.generation
+
+    def _give_up(self, error: LocalProtocolError) -> None:
+        """An order of the recovery is too long to be sent."""
+        reason = f"an order fits into no message: {error}"
+        self.feed(events.OrderDropped(self._clock.now(), "order", reason))
 
     def execute(self, command: commands.Command) -> None:
         """Execute one command. Raises TypeError for one that is not a manager's."""

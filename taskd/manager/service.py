@@ -104,7 +104,7 @@ class Service:
         outbox = Outbox(
             config.job_id, link, self._sessions, self._guarded, 0 if won is None else won.term
         )
-        self._executor = Executor(self._guarded, outbox, self._records, identity)
+        self._executor = Executor(self._guarded, outbox, self._records, self._clock, identity)
         self._voters = voters = VoterDesk(self._guarded, self._sessions, outbox, won)
         self._spares = SpareDesk(config, self._clock, self._guarded, outbox, voters, self._executor)
         if won is not None:

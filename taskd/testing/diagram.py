@@ -4,10 +4,10 @@
 
 Owns the form of the picture alone. An arrow is named after what takes it: an event
 (`taskd.core.job.machine`), something that follows from the state (`settle.FOLLOW_UPS`), or a
-deadline that has come (`clock.OVERDUE`).
+deadline that has come (`clock.OVERDUE`). `OrderDropped` is not drawn: it ends a job in every phase.
 """
 
-from taskd.core.events import AgentLeft
+from taskd.core.events import AgentLeft, OrderDropped
 from taskd.core.job.clock import OVERDUE
 from taskd.core.job.machine import TRANSITIONS
 from taskd.core.job.settle import FOLLOW_UPS
@@ -38,7 +38,7 @@ def _arrows() -> Arrows:
             events = [
                 event
                 for (phase, event), rule in TRANSITIONS.items()
-                if phase is source and to in rule.to
+                if phase is source and to in rule.to and event is not OrderDropped
             ]
             names = sorted(
                 "a node is gone" if event is AgentLeft else event.__name__ for event in events

@@ -23,7 +23,7 @@ _PLAIN = """
     abort accounting activity address anew back base began binding bucket call callback
     canonical channel child choice chunk client clock closure codec collective command
     communication config connection content context copier copy copying core course ctypes
-    data dcp detector diagram dismiss domain elastic encoder end ending error event examination
+    data dcp detector diagram dismiss domain drop elastic encoder end ending error event examination
     exception exchange executor exit explorer fail failed fall file finish first flat folder give
     guarded hang heard held histories history hold hook host import inbox index interpreter
     invariant join kernel keep kept key kill kind know known last launcher layout leave leaving left

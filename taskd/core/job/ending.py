@@ -5,6 +5,7 @@ every function has returned and nothing is to be trained any more.
 """
 
 from taskd.core import commands as do
+from taskd.core import events as ev
 from taskd.core.faults import Fault, FaultKind, TimedFault, describe
 from taskd.core.job.attempts import close_attempt, open_attempt
 from taskd.core.job.state import JobState
@@ -25,6 +26,11 @@ def give_up(job: JobState, reason: str, fault: Fault | None = None, *, dump: str
     rank = None if fault is None else fault.rank
     order = do.GiveUp(job.cause, job.generation, reason, rank, fault, dump)
     return [*job.order_all(order), *records, *end_if_all_left(job)]
+
+
+def order_dropped(job: JobState, event: ev.OrderDropped) -> Commands:
+    """Whoever waits for this order waits in vain, and would be taken for hung."""
+    return give_up(job, event.reason)
 
 
 def end_if_all_left(job: JobState) -> Commands:

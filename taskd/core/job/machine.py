@@ -57,6 +57,7 @@ from taskd.core.job import (
     clock,
     dump,
     elastic,
+    ending,
     hangs,
     meeting,
     nodes,
@@ -87,7 +88,7 @@ WORKER_EVENTS = (
 EVENTS: tuple[type[ev.Event], ...] = (
     *WORKER_EVENTS, ev.AgentRegistered, ev.AgentLeft, ev.AgentHeard, ev.AgentDraining,
     ev.AgentMirrors, ev.MirrorsHeld, ev.MirrorsReturned, ev.ManagerBeganAnew, ev.ManagerElected,
-    ev.Tick,
+    ev.OrderDropped, ev.Tick,
 )  # fmt: skip
 
 Rules = dict[type[ev.Event], Rule]
@@ -136,6 +137,7 @@ _ALWAYS: Rules = {
     ev.AgentMirrors: Rule(nodes.ask_for_peer, follows=_nothing),
     ev.MirrorsHeld: Rule(nodes.note_mirrors, follows=_nothing),
     ev.MirrorsReturned: Rule(returning.returned, follows=_nothing),
+    ev.OrderDropped: Rule(ending.order_dropped, OVER, _nothing),
     ev.Tick: Rule(clock.tick),  # `clock.OVERDUE` says where that leads
 }
 _AS_USUAL: Rules = {
@@ -217,7 +219,9 @@ _RULES: dict[JobPhase, Rules] = {
         ev.WorkerRaised: Rule(workers.raised_after_release),
         ev.WorkerFinished: Rule(workers.finished),
     },
-    JobPhase.ENDING: _ALWAYS,
+    JobPhase.ENDING: {
+        event: rule for event, rule in _ALWAYS.items() if event is not ev.OrderDropped
+    },
 }
 for _phase, _rules in _RULES.items():
     _RULES[_phase] = {**_rules, ev.AgentLeft: Rule(nodes.left, nodes.WITHOUT_NODE[_phase])}
@@ -239,7 +243,9 @@ _IGNORED: dict[JobPhase, dict[type[ev.Event], str]] = {
         (*_IN_TRAINING, ev.WorkerDumped, ev.WorkerHolds, ev.AgentDraining),
         "its function has returned since",
     ),
-    JobPhase.ENDING: dict.fromkeys((*WORKER_EVENTS, ev.AgentDraining), "the job is being ended"),
+    JobPhase.ENDING: dict.fromkeys(
+        (*WORKER_EVENTS, ev.AgentDraining, ev.OrderDropped), "the job is being ended"
+    ),
     JobPhase.ENDED: dict.fromkeys(EVENTS, "the job has ended"),
 }
 RULES = TransitionTable(_RULES, _IGNORED)

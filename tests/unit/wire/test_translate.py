@@ -59,7 +59,8 @@ def test_every_message_is_an_event_a_command_or_part_of_the_link() -> None:
 
 def test_every_event_that_the_manager_handles_travels() -> None:
     recovery = pytest.importorskip("taskd.core.job.machine")
-    local = {events.Tick, events.AgentHeard, events.ManagerBeganAnew, events.ManagerElected}
+    of_manager = {events.ManagerBeganAnew, events.ManagerElected, events.OrderDropped}
+    local = {events.Tick, events.AgentHeard, *of_manager}
     assert set(recovery.EVENTS) - local <= set(EVENTS)
 
 
