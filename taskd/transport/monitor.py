@@ -20,6 +20,8 @@ FAILED_HANDSHAKES = {
 }
 _NO_BOUND = 0  # zmq_setsockopt(3), ZMQ_RCVHWM
 _numbers = itertools.count()
+_ATTEMPTS = zmq.Event.CONNECTED | zmq.Event.CONNECT_RETRIED
+_COME, _GONE = zmq.Event.HANDSHAKE_SUCCEEDED, zmq.Event.DISCONNECTED
 
 
 class Monitor:
@@ -55,3 +57,42 @@ class Monitor:
         if not self._watched.closed:
             self._watched.disable_monitor()
         self.socket.close(linger=0)
+
+
+class Attempts:
+    """What becomes of the attempts of one socket to connect, from when it is made until `close`.
+
+    `connection`: the number of the one that is there, from 1 on; 0: none. `is_turned_away`:
+    somebody listens there, and has ended one. `socket`: to wait for; then `serve`.
+    """
+
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", watched: "zmq.Socket[bytes]"
+    ) -> None:
+        told = _ATTEMPTS | _COME | _GONE | sum(FAILED_HANDSHAKES)
+        self._monitor = Monitor(context, watched, told)
+        self.socket = self._monitor.socket
+        self.connection = self._count = 0
+        self.is_turned_away = False
+
+    def reaches(self, timeout_s: float) -> bool:
+        """Whether somebody listens at the address, as the first attempt shows."""
+        is_told = self._monitor.wait(timeout_s)
+        return is_told and self._monitor.next()[0] is zmq.Event.CONNECTED
+
+    def serve(self) -> bool:
+        """Read what has happened. Whether a connection has come."""
+        has_come = False
+        for event, _ in self._monitor.read():
+            if event == _COME:
+                self._count += 1
+                self.connection, has_come, self.is_turned_away = self._count, True, False
+            elif event == _GONE:
+                self.connection = 0
+            else:
+                self.is_turned_away = self.is_turned_away or event in FAILED_HANDSHAKES
+        return has_come
+
+    def close(self) -> None:
+        """As of a `Monitor`."""
+        self._monitor.close()

@@ -20,7 +20,7 @@ import zmq
 from taskd.errors import AddressTakenError, TransportError
 from taskd.transport import binding, curve
 from taskd.transport.base import MAX_FRAME_BYTES
-from taskd.transport.monitor import FAILED_HANDSHAKES, Monitor
+from taskd.transport.monitor import FAILED_HANDSHAKES, Attempts, Monitor
 from taskd.transport.silence import Silence, is_open, shut_down
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,6 @@ _KEEPALIVE = {
     zmq.TCP_KEEPALIVE_INTVL: 5,
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
-_ATTEMPTS = zmq.Event.CONNECTED | zmq.Event.CONNECT_RETRIED
 _DESCRIPTORS_BESIDE = 4  # that one takes in the context of another
 _NOBODY_VOUCHES = "a key for which nobody with the secret vouches"
 _IS_SILENT = "nobody has said anything there"
@@ -120,8 +119,9 @@ class _Socket:
         """Sockets of our own that must be served while we wait."""
         return ()
 
-    def _serve(self) -> None:
-        """Serve them."""
+    def _serve(self) -> bool:
+        """Serve them. Whether the caller of `poll` is to know, as a connection is there."""
+        return False
 
     def _due_at(self) -> float | None:
         """When `receive` has something to do even if nothing has come; monotonic seconds."""
@@ -166,10 +166,9 @@ def poll(links: Sequence[_Socket], timeout_s: float | None, fds: Sequence[int] =
             item for item, _ in zmq.zmq_poll([(item, zmq.POLLIN) for item in items], wait_ms)
         }
         to_serve = {link for socket, link in inner if socket in ready}
-        for link in to_serve:
-            link._serve()  # noqa: SLF001
+        came = [link for link in to_serve if link._serve()]  # noqa: SLF001
         is_over = not ready or (deadline is not None and time.monotonic() >= deadline)
-        if is_over or len(ready) > sum(socket in ready for socket, _ in inner):
+        if came or is_over or len(ready) > sum(socket in ready for socket, _ in inner):
             return {fd for fd in fds if fd in ready}
 
 
@@ -385,7 +384,7 @@ class Router(_Socket):
     def _due_at(self) -> float | None:
         return None if self._silence is None else self._silence.due_at
 
-    def _serve(self) -> None:
+    def _serve(self) -> bool:
         for event, value in self._monitor.read():
             if event == zmq.Event.ACCEPTED:
                 # Who has spoken came first: another thread of ZeroMQ reads.
@@ -399,13 +398,13 @@ class Router(_Socket):
                 self._refused.append(FAILED_HANDSHAKES[event])
         if self._admission is not None:
             self._admission.serve()
+        return False
 
 
 class Dealer(_Socket):
     """Connects to a router at `address`, whenever one is there, and again after a loss."""
 
-    _attempts: Monitor | None = None
-    is_turned_away = False  # somebody listens there, and ends the connection: with `watches`
+    _attempts: Attempts | None = None
 
     def __init__(
         self,
@@ -422,7 +421,7 @@ class Dealer(_Socket):
 
         `key`: with a secret, that of this speaker; None: one that is drawn for this link.
 
-        `watches`: `reaches` or `is_turned_away` will be asked.
+        `watches`: for `reaches`, `connection`, `is_turned_away`; one that comes ends a `poll`.
 
         `unacknowledged_s`: a connection on which the other host has not acknowledged what was sent
         for so long is given up, and made anew. TCP itself waits twice as long before each
@@ -444,8 +443,7 @@ class Dealer(_Socket):
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, max(_RECONNECT_MS, pause_ms))
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, min(_CONNECT_MS, bound_ms))
         if watches:
-            events = _ATTEMPTS | sum(FAILED_HANDSHAKES)
-            self._attempts = Monitor(self._context, self._socket, events)
+            self._attempts = Attempts(self._context, self._socket)
         try:
             self._socket.connect(_endpoint(address))
         except zmq.ZMQError as error:
@@ -455,17 +453,25 @@ class Dealer(_Socket):
             ) from error
 
     def reaches(self, timeout_s: float) -> bool:
-        """Whether somebody listens at the address, as the first attempt to connect shows."""
+        """See `Attempts`; it is of this dealer if that `watches`."""
         assert self._attempts is not None
-        is_told = self._attempts.wait(timeout_s)
-        return is_told and self._attempts.next()[0] is zmq.Event.CONNECTED
+        return self._attempts.reaches(timeout_s)
+
+    @property
+    def connection(self) -> int:
+        """See `Attempts`. What has happened since the last `poll` is not known yet."""
+        return 0 if self._attempts is None else self._attempts.connection
+
+    @property
+    def is_turned_away(self) -> bool:
+        """See `Attempts`."""
+        return self._attempts is not None and self._attempts.is_turned_away
 
     def _inner(self) -> Iterable[zmq.Socket[bytes]]:
         return () if self._attempts is None else (self._attempts.socket,)
 
-    def _serve(self) -> None:
-        for event, _ in () if self._attempts is None else self._attempts.read():
-            self.is_turned_away = self.is_turned_away or event in FAILED_HANDSHAKES
+    def _serve(self) -> bool:
+        return self._attempts is not None and self._attempts.serve()
 
     def close(self) -> None:
         """See `Link`."""
@@ -484,7 +490,6 @@ class Dealer(_Socket):
         received = [(b"", frames[0] if len(frames) == 1 else b"") for frames in self._frames()]
         if received:
             self._linger_ms = _LINGER_MS  # somebody is there: last words are worth a moment
-            self.is_turned_away = False
         return received
 
     def send(self, peer: bytes | None, data: bytes) -> bool:

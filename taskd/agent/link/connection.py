@@ -57,7 +57,7 @@ class ManagerConnection:
         self.session = Registration(timeouts)
         self.address = address
         self.generation = 0  # that of what is said; kept up to date by the caller
-        self.beat_at = clock.now()  # when the next heartbeat is due
+        self.beat_at = self._begins_at = clock.now()  # when the next heartbeat is due
         self._sender = (job_id, role, node_rank, rank, incarnation)
         who = "-".join(str(part) for part in self._sender[1:] if part is not None)
         self._place = role if node_rank is None else f"node {node_rank}"
@@ -98,7 +98,11 @@ class ManagerConnection:
             wait_s = min(wait_s, self._gather_until - now)
         else:
             self._say_gathered()
-        return zeromq.poll([self._dealer, *links], wait_s, fds)
+        former = self._dealer.connection
+        ready = zeromq.poll([self._dealer, *links], wait_s, fds)
+        if self._dealer.connection not in (0, former) and not self.session.is_registered:
+            self.beat_at = max(self._clock.now(), self._begins_at)  # there is somebody to tell
+        return ready
 
     def turn(self) -> Iterator[events.Event]:
         """`receive`, and `beat` if it is time."""
@@ -144,7 +148,8 @@ class ManagerConnection:
         if self.session.loses_manager(now):
             yield events.ManagerLost(now, "silence")
         if not self.session.is_registered:
-            self._register()
+            if self.session.asks(self._dealer.connection):
+                self._register()
             return
         try:
             self.send(messages.Heartbeat(marks), "heartbeat")
@@ -214,7 +219,7 @@ class ManagerConnection:
             self._dealer.close()
         self._dealer, self.stranger, self.postponed = dealer, "", ""
         self._gathered.clear()
-        self.beat_at = self._clock.now() + delay_s
+        self.beat_at = self._begins_at = self._clock.now() + delay_s
         self.session = Registration(self._timeouts)
 
     def close(self) -> None:

@@ -72,7 +72,7 @@ class Spares:
         """Whether to tell a torchrun that is no spare if the job runs already.
 
         `is_sure`: that is known. Else whoever has begun before this manager has a moment to come;
-        who asks does so again at each heartbeat.
+        who asks does so again, after 1, 3 and 7 heartbeats if it hears nothing.
         """
         return is_sure or now >= self._knows_at
 

@@ -19,7 +19,7 @@ from taskd.transport import zeromq
 from taskd.wire import batch, codec, messages, translate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 _DEADLINE_S = 20.0
 
@@ -40,8 +40,14 @@ class Spare:
             register=self.register,
         )
 
+        self.said: list[int] = []  # the numbers of its registrations
+
     def register(self) -> None:
-        self.connection.send(messages.SpareRegistered("host", "name"), "spare")
+        number = self.connection.send(messages.SpareRegistered("host", "name"), "spare")
+        self.said.append(number)
+
+    def is_up(self) -> bool:
+        return self.connection._dealer.connection > 0
 
     def is_answered(self, manager: zeromq.Router) -> bool:
         """Within a heartbeat or two."""
@@ -55,6 +61,13 @@ class Spare:
             if list(self.connection.turn()):
                 return True
         return False
+
+
+def wait_until(fact: Callable[[], object], spare: Spare) -> None:
+    until = time.monotonic() + _DEADLINE_S
+    while not fact():
+        assert time.monotonic() < until
+        spare.connection.poll(0.02)
 
 
 @pytest.mark.slow
@@ -72,6 +85,42 @@ def test_the_next_manager_at_the_same_address_is_heard() -> None:
     assert spare.is_answered(second)
     spare.connection.close()
     second.close()
+
+
+def test_without_a_manager_nothing_waits_for_the_next_one_but_what_is_new() -> None:
+    """What was said to nobody for minutes, the next manager would read before anything else."""
+    first = zeromq.Router("127.0.0.1:0")
+    address = first.address
+    spare = Spare(address)
+    assert spare.is_answered(first)
+    first.close()
+    spare.connection.session.is_registered = False  # it is lost
+    spare.said.clear()
+    wait_until(lambda: not spare.is_up(), spare)
+    for _ in range(300):  # minutes
+        list(spare.connection.beat())
+    assert spare.said == []
+    second = zeromq.Router(address)
+    spare.connection.beat_at = float("inf")  # nothing but the connection ends the wait
+    wait_until(lambda: spare.said or list(spare.connection.turn()), spare)
+    assert spare.is_up()
+    assert spare.is_answered(second)
+    assert len(spare.said) == 1
+    spare.connection.close()
+    second.close()
+
+
+def test_a_manager_that_says_nothing_is_asked_ever_more_seldom() -> None:
+    manager = zeromq.Router("127.0.0.1:0")
+    spare = Spare(manager.address)
+    wait_until(lambda: list(spare.connection.turn()) or spare.said, spare)
+    said = [0]
+    for beat in range(1, 100):
+        list(spare.connection.beat())
+        said += [beat] * (len(spare.said) - len(said))
+    assert said == [0, 1, 3, 7, 15, 31, 47, 63, 79, 95]
+    spare.connection.close()
+    manager.close()
 
 
 class Agent:

@@ -65,3 +65,31 @@ def test_a_refusal_ends_the_registration_and_the_patience(registration: Registra
     assert not registration.is_registered
     assert not registration.loses_manager(1e6)
     assert registration.patience_ends_at(7.0) == 7.0
+
+
+def asked(registration: Registration, connections: list[int]) -> list[int]:
+    """At which of these heartbeats it asks; each with the connection that is up then."""
+    return [beat for beat, number in enumerate(connections) if registration.asks(number)]
+
+
+def test_nothing_is_asked_without_a_connection_and_once_with_each_new_one() -> None:
+    registration = Registration(TIMEOUTS)
+    assert asked(registration, [0, 0, 0, 1, 0, 0, 2]) == [3, 6]
+
+
+def test_who_hears_nothing_asks_ever_more_seldom() -> None:
+    assert asked(Registration(TIMEOUTS), [1] * 70) == [0, 1, 3, 7, 15, 31, 47, 63]
+
+
+def test_who_is_not_taken_yet_asks_with_each_heartbeat() -> None:
+    registration = Registration(TIMEOUTS)
+    assert asked(registration, [1] * 8) == [0, 1, 3, 7]
+    for now in range(8):
+        registration.heard(float(now))
+        assert registration.asks(1)
+
+
+def test_who_has_lost_its_manager_asks_at_once(registration: Registration) -> None:
+    assert asked(registration, [1] * 6) == [0, 1, 3]
+    assert registration.loses_manager(101.0 + TIMEOUTS.manager_silence_s)
+    assert asked(registration, [1] * 4) == [0, 1, 3]
