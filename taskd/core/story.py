@@ -18,13 +18,14 @@ from taskd.core import commands as _commands
 from taskd.core import events as _events
 from taskd.core import faults as _faults
 from taskd.core import marks as _marks
+from taskd.core import votes as _votes
 from taskd.core.worker_state import WorkerState
 
 CAPACITY = 10_000  # entries of about 300 bytes: near 3 MB, for hundreds of recoveries
 
 _CLASSES: dict[str, type] = {
     name: thing
-    for module in (_faults, _marks, _events, _commands)
+    for module in (_faults, _marks, _votes, _events, _commands)
     for name, thing in vars(module).items()
     if isinstance(thing, type) and is_dataclass(thing)
 }

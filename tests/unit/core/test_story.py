@@ -3,8 +3,11 @@
 What a machine remembers, how it is written down, and that it decides the same again.
 """
 
+import dataclasses
 import io
 import json
+import typing
+from enum import Enum
 
 import hypothesis.strategies as st
 import pytest
@@ -13,8 +16,10 @@ from hypothesis import given
 from taskd import replay as replay_module
 from taskd.core import commands as do
 from taskd.core import events as ev
+from taskd.core import story as story_module
 from taskd.core.faults import Fault, FaultKind
 from taskd.core.story import Note, Story, describe, from_plain, to_plain
+from taskd.core.votes import Roster, Voter, Witness
 from taskd.replay import StoryWriter, dump_lines, load_lines, main, replay
 
 
@@ -104,6 +109,33 @@ THINGS = st.one_of(
 @given(THINGS)
 def test_plain_form_comes_back_the_same_through_json(thing) -> None:
     assert from_plain(json.loads(json.dumps(to_plain(thing)))) == thing
+
+
+def test_a_story_of_two_nodes_holds_who_votes() -> None:
+    voters = tuple(Voter(rank, f"agent-{rank}", f"10.0.0.{rank}:7000") for rank in range(2))
+    roster = Roster(1, 2, 2, 8, voters, (), ("10.0.0.2:7000",), Witness("spare", "10.0.0.2:7000"))
+    event = ev.AgentRegistered(0.5, "message", 0, "agent-0", 2, 16, 3, 0, 0, (), roster=roster)
+    assert from_plain(json.loads(json.dumps(to_plain(event)))) == event
+
+
+def held_by(kind: object) -> typing.Iterator[type]:
+    """The classes of ours that a value of this type may hold, itself one of them."""
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        yield kind
+        for inner in typing.get_type_hints(kind).values():
+            yield from held_by(inner)
+    elif isinstance(kind, type) and issubclass(kind, Enum):
+        yield kind
+    for inner in typing.get_args(kind):
+        yield from held_by(inner)
+
+
+def test_whatever_an_event_or_a_command_may_hold_can_be_read_again() -> None:
+    known = {*story_module._CLASSES.values(), *story_module._ENUMS.values()}
+    for module in (ev, do):
+        for kind in vars(module).values():
+            if dataclasses.is_dataclass(kind):
+                assert known.issuperset(held_by(kind)), kind
 
 
 def test_plain_form_knows_no_other_names() -> None:
