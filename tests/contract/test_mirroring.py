@@ -9,6 +9,7 @@ import contextlib
 import os
 import pathlib
 import resource
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,6 +19,7 @@ from taskd.clock import MonotonicClock
 from taskd.config import AgentConfig, LogConfig
 from taskd.core import commands, events
 from taskd.native.arena_copy import UNMIRRORED
+from taskd.native.arenas import Arenas
 from tests.contract.mirrored import RANKS, SECRET, Node, until
 from tests.descriptors import none_free
 from tests.native.arenas import patterned, put
@@ -225,6 +227,25 @@ def test_a_peer_node_whose_address_is_none_is_said(caplog: pytest.LogCaptureFixt
         assert own.may_go_on(0)
     finally:
         own.close()
+
+
+def test_a_second_peer_node_that_cannot_be_reached_costs_its_own_mirrors_alone(
+    nodes: tuple[Node, Node], caplog: pytest.LogCaptureFixture
+) -> None:
+    own, buddy = nodes
+    own.snapshot(0, 10)
+    until(lambda: buddy.held == {0: (10,)} and own.may_go_on(0))
+    own.obey(commands.Pair("test", 0, 0, 2, "127.0.0.1:no port", "agent-2", ((1, "agent-1"),)))
+    until(lambda: "node 0: snapshots are not mirrored for now: " in caplog.text)
+    own.snapshot(0, 20)
+    assert own.may_go_on(0), "it waits for nobody"
+    buddy.workers[1] = SimpleNamespace(arenas=Arenas.create())
+    buddy.snapshot(1, 10)
+    buddy.pair(own, own)
+    until(lambda: own.held == {1: (10,)})
+    own.pair(buddy, buddy)
+    until(lambda: 20 in buddy.held[0] and own.may_go_on(0))
+    assert "a bug in taskd" not in caplog.text
 
 
 def test_without_free_descriptors_mirrors_wait_and_nothing_else(

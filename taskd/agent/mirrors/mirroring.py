@@ -371,10 +371,15 @@ class Mirroring:
         if self._connect_at is not None and now >= self._connect_at and self._pair is not None:
             self._connect(self._pair)
 
+    def _disconnect(self) -> None:
+        if self._dealer is not None:
+            self._source.unpair()
+            self._dealer.close()
+            self._dealer = None
+
     def _connect(self, pair: commands.Pair) -> None:
         self._connect_at = None
-        if self._dealer is not None:
-            self._dealer.close()
+        self._disconnect()
         assert self._router is not None
         identity = f"mirror-{self._node_rank}-{self._incarnation}-{pair.incarnation}"
         try:
@@ -382,7 +387,6 @@ class Mirroring:
                 pair.address, identity, secret=self._config.secret, beside=self._router
             )
         except TransportError as error:
-            self._dealer = None
             if self._once.is_new("connect", pair.address, str(error)):
                 log.warning(
                     "node %d: snapshots are not mirrored for now: %s", self._node_rank, error

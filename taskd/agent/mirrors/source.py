@@ -111,7 +111,12 @@ class MirrorSource:
 
     def pair(self, pair: Pair, link: Link) -> None:
         """From now on to this peer node."""
-        self._pair, self._link, self._transfer, self._is_silent = pair, link, None, False
+        self.unpair()
+        self._pair, self._link = pair, link
+
+    def unpair(self) -> None:
+        """From now on to none, so that no rank waits for it. The link may be closed."""
+        self._pair, self._link, self._transfer, self._is_silent = None, None, None, False
         for own in self._ranks.values():
             own.mirrored.clear()
             own.is_active = own.is_refused = False
