@@ -34,7 +34,6 @@ from taskd.manager.executor import Executor
 from taskd.manager.guarded import GuardedMachine
 from taskd.manager.held_records import HeldRecords
 from taskd.manager.inbox import Inbox
-from taskd.manager.memory import MemoryWatch
 from taskd.manager.outbox import Outbox
 from taskd.manager.profiling_switch import ProfilingSwitch
 from taskd.manager.records import Records
@@ -42,6 +41,7 @@ from taskd.manager.sessions import Refusals, Sessions
 from taskd.manager.spares import SpareDesk
 from taskd.manager.starter import ask_to_leave
 from taskd.transport import zeromq
+from taskd.transport.memory_watch import MemoryWatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -25,6 +25,7 @@ _HEADER = struct.Struct("!I")
 _TOKEN_BYTES = 16
 _LOOK_S = 0.005
 _CHUNK_BYTES = 1 << 16
+_MOST_UNHEARD = 16  # connections on which nobody has spoken; one is awaited
 MAX_FRAME_BYTES = 1 << 24
 
 
@@ -159,22 +160,36 @@ def _towards(store: Any, key: str, until: float) -> socket.socket:
 
 
 def _accept(listener: socket.socket, token: bytes, until: float) -> socket.socket:
-    """The connection of who knows the token. Strangers are turned away."""
-    while True:
-        left_s = until - _CLOCK.now()
-        if left_s <= 0:
-            raise TimeoutError("nobody has connected")
-        if not _wait({listener: select.POLLIN}, min(_LOOK_S, left_s)):
-            continue
-        connection, _ = listener.accept()
-        try:
-            connection.settimeout(left_s)
-            if secrets.compare_digest(connection.recv(len(token), socket.MSG_WAITALL), token):
-                return connection
-        except OSError:
+    """The connection of who knows the token. Strangers are turned away, also silent ones."""
+    listener.setblocking(False)
+    unheard: list[socket.socket] = []
+    try:
+        while (left_s := until - _CLOCK.now()) > 0:
+            _wait(dict.fromkeys([listener, *unheard], select.POLLIN), min(_LOOK_S, left_s))
+            with contextlib.suppress(BlockingIOError):
+                unheard.append(listener.accept()[0])
+            for connection in list(unheard):
+                said = _said(connection, len(token))
+                if said is None:
+                    continue
+                unheard.remove(connection)
+                if secrets.compare_digest(said, token):
+                    return connection
+                connection.close()
+            if len(unheard) > _MOST_UNHEARD:
+                unheard.pop(0).close()
+        raise TimeoutError("nobody has connected")
+    finally:
+        for connection in unheard:
             connection.close()
-            continue
-        except BaseException:
-            connection.close()
-            raise
-        connection.close()
+
+
+def _said(connection: socket.socket, size: int) -> bytes | None:
+    """The first words on a connection, b"" if it has ended; None: nothing yet."""
+    connection.setblocking(False)
+    try:
+        return connection.recv(size)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""

@@ -18,6 +18,9 @@ class Silence:
         self._limit_s = limit_s
         self._opened_at: dict[int, float] = {}  # in the order of time
 
+    def __len__(self) -> int:
+        return len(self._opened_at)
+
     @property
     def due_at(self) -> float | None:
         """When `hang_up` has something to do."""
@@ -46,6 +49,12 @@ class Silence:
             del self._opened_at[connection]
             shut_down(connection, port)
         return len(overdue)
+
+    def hang_up_oldest(self, port: int) -> None:
+        """Close the one that has been silent for longest; there is one."""
+        connection = next(iter(self._opened_at))
+        del self._opened_at[connection]
+        shut_down(connection, port)
 
 
 def is_open(descriptor: int) -> bool:

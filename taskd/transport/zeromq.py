@@ -18,39 +18,20 @@ from socket import gaierror
 import zmq
 
 from taskd.errors import AddressTakenError, TransportError
-from taskd.transport import binding, curve
-from taskd.transport.base import MAX_FRAME_BYTES
+from taskd.transport import binding, curve, settings
 from taskd.transport.monitor import FAILED_HANDSHAKES, Attempts, Monitor
 from taskd.transport.silence import Silence, is_open, shut_down
 
 log = logging.getLogger(__name__)
 
-# Beyond this the socket itself drops the connection. Room above MAX_FRAME_BYTES, so that what is
-# merely too long for the protocol is seen, counted and answered for by the wire.
-_MAX_MESSAGE_BYTES = 4 * MAX_FRAME_BYTES
-_HIGH_WATER_MARK = 1000  # messages that wait for a router which is not there
-# Messages from and for one peer of a router: it has thousands of them. What does not fit waits at
-# the sender; a peer that has not read so many is not listening.
-_RECEIVED_HIGH_WATER_MARK = 64
-_SENT_HIGH_WATER_MARK = 256
-# Connections that wait to be taken in: all agents of a job may come at once, and who finds no room
-# tries again after a second.
-_BACKLOG = 4096
 # Messages and bytes per `receive`, so that a flood neither keeps the loop from its deadlines nor
 # fills the memory.
 _BATCH = 1000
 # plain numbers: to join two of ZeroMQ's flags takes longer than to send a frame
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-_BATCH_BYTES = 16 * _MAX_MESSAGE_BYTES
+_BATCH_BYTES = 16 * settings.MAX_MESSAGE_BYTES
 _MAX_PARTS = 1000  # of a message; ours have one
 _LINGER_MS = 1000  # for the last words on a connection that is up
-# a connection that says nothing is dropped: strangers must not use up descriptors
-_HANDSHAKE_MS = 5000
-_RECONNECT_MS = 100  # a restarted manager is found within this ...
-_RECONNECT_MAX_MS = 2000  # ... growing to this while nobody is there
-# An attempt to connect: twice what the kernel waits before it repeats the first packet of one. Left
-# to itself, it repeats it ever more seldom.
-_CONNECT_MS = 2000
 DEFAULT_UNACKNOWLEDGED_S = 5.0  # see `Dealer`
 _KEEPALIVE = {
     zmq.TCP_KEEPALIVE: 1,
@@ -61,6 +42,7 @@ _KEEPALIVE = {
 _DESCRIPTORS_BESIDE = 4  # that one takes in the context of another
 _NOBODY_VOUCHES = "a key for which nobody with the secret vouches"
 _IS_SILENT = "nobody has said anything there"
+_IS_ONE_TOO_MANY = "nobody had said anything there, and more have come than are let in at once"
 
 
 def _endpoint(address: str) -> str:
@@ -92,11 +74,11 @@ class _Socket:
     def _open(self, kind: int, address: str) -> None:
         self._socket = self._context.socket(kind)
         options = {
-            zmq.MAXMSGSIZE: _MAX_MESSAGE_BYTES,
-            zmq.SNDHWM: _HIGH_WATER_MARK,
-            zmq.RCVHWM: _HIGH_WATER_MARK,
+            zmq.MAXMSGSIZE: settings.MAX_MESSAGE_BYTES,
+            zmq.SNDHWM: settings.HIGH_WATER_MARK,
+            zmq.RCVHWM: settings.HIGH_WATER_MARK,
             zmq.LINGER: _LINGER_MS,
-            zmq.HANDSHAKE_IVL: _HANDSHAKE_MS,
+            zmq.HANDSHAKE_IVL: settings.HANDSHAKE_MS,
             zmq.TCP_MAXRT: int(self._unacknowledged_s * 1000),
             zmq.IPV6: int(address.startswith("[")),
             **_KEEPALIVE,
@@ -188,11 +170,13 @@ class Router(_Socket):
         secret: bytes | None = None,
         unacknowledged_s: float = DEFAULT_UNACKNOWLEDGED_S,
         silent_s: float | None = None,
+        most: int | None = None,
         beside: _Socket | None = None,
     ) -> None:
         """`unacknowledged_s`: see `Dealer`. `beside`: share its ZeroMQ context (needed for inproc).
 
         `silent_s`: a new connection on which nobody speaks for so long is closed; None: it is not.
+        `most`: with `silent_s`, connections at once. Of more, the oldest silent one is closed.
 
         Raises `TransportError`.
         """
@@ -203,7 +187,7 @@ class Router(_Socket):
         self._route_by_peer: dict[bytes, bytes] = {}  # with a secret: ZeroMQ's name for it
         self._disconnected: set[bytes] = set()
         self._secret = secret
-        self._silence = None if silent_s is None else Silence(silent_s)
+        self._silence, self._most = None if silent_s is None else Silence(silent_s), most
         self.is_abused = False
         self._listen(address)
         if secret is None and not binding.is_local(self.address):
@@ -214,9 +198,9 @@ class Router(_Socket):
             )
 
     def _listen(self, address: str) -> None:
-        self._socket.setsockopt(zmq.RCVHWM, _RECEIVED_HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.SNDHWM, _SENT_HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+        self._socket.setsockopt(zmq.RCVHWM, settings.RECEIVED_HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.SNDHWM, settings.SENT_HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.BACKLOG, settings.BACKLOG)
         # A send to a peer that is gone must say so, and a peer that comes back before TCP has
         # noticed its loss must get in.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -252,6 +236,7 @@ class Router(_Socket):
             self._silence.all_over()
         self._linger_ms, self.is_abused = 0, False
         self.close()  # waits for the end of the context, so that the port is free
+        binding.require_descriptors(address, self._DESCRIPTORS)
         self._linger_ms, self._context = _LINGER_MS, self._new_context()
         self._open(zmq.ROUTER, address)
         self._listen(address)
@@ -260,6 +245,11 @@ class Router(_Socket):
     def address(self) -> str:
         """Where it listens, with the real port."""
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether there is no connection; with `silent_s`."""
+        return not self._peer_by_connection and not self._silence
 
     @property
     def _port(self) -> int:
@@ -310,6 +300,13 @@ class Router(_Socket):
         if self._silence is not None:
             silent = self._silence.hang_up(time.monotonic(), self._port)
             self._refused += [_IS_SILENT] * silent
+
+    def _let_in(self, connection: int, silence: Silence) -> None:
+        silence.opened(connection, time.monotonic())
+        count = len(self._peer_by_connection) + len(silence)
+        if self._most is not None and count > self._most:
+            silence.hang_up_oldest(self._port)
+            self._refused.append(_IS_ONE_TOO_MANY)
 
     def _skip_parts(self) -> None:
         """Of a message that is too long to be read to its end nothing more will be read."""
@@ -389,7 +386,7 @@ class Router(_Socket):
             if event == zmq.Event.ACCEPTED:
                 # Who has spoken came first: another thread of ZeroMQ reads.
                 if self._silence is not None and value not in self._peer_by_connection:
-                    self._silence.opened(value, time.monotonic())
+                    self._let_in(value, self._silence)
             elif event == zmq.Event.DISCONNECTED:
                 if self._silence is not None:
                     self._silence.over(value)
@@ -438,10 +435,10 @@ class Dealer(_Socket):
         else:
             self._header.append(curve.speak(self._socket, secret, name, key or curve.draw()))
         bound_ms = int(unacknowledged_s * 1000)
-        pause_ms = min(_RECONNECT_MAX_MS, bound_ms // 4)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, max(_RECONNECT_MS, pause_ms))
-        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, min(_CONNECT_MS, bound_ms))
+        pause_ms = min(settings.RECONNECT_MAX_MS, bound_ms // 4)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, settings.RECONNECT_MS)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, max(settings.RECONNECT_MS, pause_ms))
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, min(settings.CONNECT_MS, bound_ms))
         if watches:
             self._attempts = Attempts(self._context, self._socket)
         try:

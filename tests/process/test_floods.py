@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from taskd.config import LogConfig, ManagerConfig
-from taskd.manager import memory
 from taskd.manager.service import Service
-from taskd.transport import zeromq
+from taskd.transport import memory_watch, zeromq
 from taskd.wire import codec, messages
 from tests.process import harness
 from tests.process.test_manager_attack import LIMIT_S, Client, rss_kb
@@ -84,7 +83,7 @@ def await_message(client: Client, kind: type[messages.Message]) -> None:
 @pytest.fixture
 def service(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     """A manager in a thread, with little room."""
-    monkeypatch.setattr(memory, "_ROOM_BYTES", 32 << 20)
+    monkeypatch.setattr(memory_watch, "ROOM_BYTES", 32 << 20)
     config = ManagerConfig("test-job", "unused", 30.0, None, LogConfig(tmp_path / "log"))
     made = Service(config, zeromq.Router("127.0.0.1:0"))
     thread = threading.Thread(target=made.run)

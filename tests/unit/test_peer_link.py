@@ -133,7 +133,8 @@ def test_what_was_sent_before_the_end_is_heard_before_it(ring: list[PeerLink]) -
     assert found == [b"last words"]
 
 
-def test_a_stranger_is_turned_away() -> None:
+@pytest.mark.parametrize("said", [bytes(16), bytes(3), b""], ids=["wrong", "half", "nothing"])
+def test_a_stranger_is_turned_away(said: bytes) -> None:
     store, links = Store(), {}
 
     def connect(rank: int) -> None:
@@ -145,12 +146,14 @@ def test_a_stranger_is_turned_away() -> None:
         time.sleep(0.001)
     host, port, _ = store.get("ring/0").decode().split()
     with socket.create_connection((host, int(port)), LIMIT_S) as stranger:
-        stranger.sendall(bytes(16))
+        stranger.sendall(said)
         second = threading.Thread(target=connect, args=(1,))
         second.start()
-        first.join()
-        second.join()
-        assert stranger.recv(1) == b"", "it was not hung up on"
+        first.join(LIMIT_S / 2)
+        second.join(LIMIT_S / 2)
+        assert set(links) == {0, 1}, "they wait for him"
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b"", "it was not hung up on"
     links[1].send(b"of 1")
     assert _receive(links[0], 1) == [b"of 1"]
     for link in links.values():

@@ -17,6 +17,7 @@ import socket
 import threading
 from typing import TYPE_CHECKING
 
+from taskd.errors import TransportError
 from taskd.log import SayOnce
 from taskd.transport import curve, zeromq
 
@@ -43,6 +44,7 @@ class Relay:
         self._router = zeromq.Router(
             config.listen_address, secret=config.secret, silent_s=_SILENCE_S
         )
+        self._address = self._router.address  # the thread may open the port anew
         self._dealers: dict[bytes, zeromq.Dealer] = {}
         self._heard_at: dict[bytes, float] = {}
         self._once = SayOnce()
@@ -52,7 +54,7 @@ class Relay:
     @property
     def address(self) -> str:
         """Where clients connect to."""
-        return self._router.address
+        return self._address
 
     def start(self) -> None:
         """Begin to pass messages."""
@@ -60,7 +62,8 @@ class Relay:
 
     def close(self) -> None:
         """Stop; clients see a manager that is silent."""
-        self._wake_writer.send(b"x")
+        with contextlib.suppress(OSError):  # it has ended by itself, and has said why
+            self._wake_writer.send(b"x")
         self._thread.join()
 
     def _run(self) -> None:
@@ -85,6 +88,8 @@ class Relay:
         now = self._clock.now()
         for peer, data in self._router.receive():
             self._pass_up(peer, data, now)
+        if self._router.is_abused and not self._drops_connections():
+            return False
         for peer, dealer in list(self._dealers.items()):
             for _, data in dealer.receive():
                 if not self._router.send(peer, data) and self._once.is_new(peer):
@@ -97,6 +102,17 @@ class Relay:
             self._forget(peer)
         self._router.take_refused()
         self._router.take_disconnected()
+        return True
+
+    def _drops_connections(self) -> bool:
+        """A message has too many parts, and nothing can be read behind it. Whether it goes on."""
+        self._forget_all()  # the dealers share what is closed now
+        try:
+            self._router.drop_connections()
+        except TransportError as error:
+            log.error("relay: it ends, as its port is lost: %s", error)
+            return False
+        log.warning("relay: somebody floods %s: its connections were dropped", self.address)
         return True
 
     def _pass_up(self, peer: bytes, data: bytes, now: float) -> None:

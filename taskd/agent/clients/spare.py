@@ -180,6 +180,9 @@ class SpareClient:
         fds = [] if self._preloads is None else list(self._preloads.fds)
         if self._beside is not None:
             fds.append(self._beside)
+        look_at = self._electing.look_at
+        if look_at is not None:
+            timeout_s = min(timeout_s, max(0.0, look_at - self._clock.now()))
         self._manager.poll(timeout_s, fds, self._electing.links)
         if self._preloads is not None:
             self._preloads.read()

@@ -15,6 +15,7 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
+from taskd.agent.listeners import BoundedListener
 from taskd.agent.machine import ELECTION_S
 from taskd.config import join_address
 from taskd.core import events
@@ -41,19 +42,31 @@ _REPEAT_S = 5.0  # who was cut off hears where the manager is when he is back
 class Door:
     """Where a process hears that another manager was elected, and is asked for its vote."""
 
-    def __init__(self, config: AgentConfig, node_rank: int | None, incarnation: str) -> None:
+    def __init__(
+        self, config: AgentConfig, clock: Clock, node_rank: int | None, incarnation: str
+    ) -> None:
         """`node_rank`: None for a spare. Raises `TransportError`."""
         role = "spare" if node_rank is None else "agent"
         self._sender = (config.job_id, role, node_rank, None, incarnation, 0)
         self._secret = config.secret
-        self.link = zeromq.Router(join_address(config.own_address, 0), secret=config.secret)
+        self._listener = BoundedListener(join_address(config.own_address, 0), config.secret, clock)
         self._said = 0
         self._once = SayOnce()
 
     @property
     def address(self) -> str:
         """host:port."""
-        return self.link.address
+        return self._listener.address
+
+    @property
+    def link(self) -> zeromq.Router:
+        """To be polled, and to answer on."""
+        return self._listener.router
+
+    @property
+    def next_deadline(self) -> float:
+        """When `flood` is to be looked at again."""
+        return self._listener.next_deadline
 
     def heard(self, link: zeromq.Router | zeromq.Dealer) -> list[tuple[bytes, str, object]]:
         """What others of this job said there: connection, incarnation, message."""
@@ -69,11 +82,16 @@ class Door:
                 found.append((peer, envelope.incarnation, message))
         return found
 
+    def flood(self) -> str:
+        """Why all connections are to be dropped; "": there is no reason."""
+        return self._listener.flood()
+
+    def drop(self, why: str) -> None:
+        """Close all connections. Ways to other doors are closed before. Raises `TransportError`."""
+        self._listener.drop(why)
+
     def turn(self) -> None:
-        """Let go of what is not looked at, and of what a stranger has left."""
-        if self.link.is_abused:
-            log.warning("somebody floods %s: its connections were dropped", self.address)
-            self.link.drop_connections()
+        """Let go of what is not looked at."""
         self.link.take_refused()
         self.link.take_disconnected()
 
@@ -89,7 +107,7 @@ class Door:
 
     def close(self) -> None:
         """No more."""
-        self.link.close()
+        self._listener.close()
 
 
 class Electing:
@@ -113,19 +131,25 @@ class Electing:
         self._node_rank = None
         problem = self._open()
         if problem is not None:
-            log.warning("this spare will not hear of another manager: %s", problem)
+            self._say_deaf(problem)
 
     def take_place(self, node_rank: int, node_count: int) -> None:
         """As the agent of a place, from now on. Where no port can be had it has no vote."""
         self._node_rank = node_rank
         problem = self._open() if node_count >= PLACES else None
         if problem is not None:
-            log.warning("node %d has no vote if the manager is lost: %s", node_rank, problem)
+            self._say_deaf(problem)
+
+    def _say_deaf(self, problem: TransportError) -> None:
+        if self._node_rank is None:
+            log.warning("this spare will not hear of another manager: %s", problem)
+        else:
+            log.warning("node %d has no vote if the manager is lost: %s", self._node_rank, problem)
 
     def _open(self) -> TransportError | None:
         if self._config.elects and self._door is None:
             try:
-                self._door = Door(self._config, self._node_rank, self.name)
+                self._door = Door(self._config, self._clock, self._node_rank, self.name)
             except TransportError as error:
                 return error
         return None
@@ -145,6 +169,11 @@ class Electing:
         """When `turn` has something to do."""
         deadlines = (self.election.next_deadline, self._repeats_at if self._elected else None)
         return min((due for due in deadlines if due is not None), default=None)
+
+    @property
+    def look_at(self) -> float | None:
+        """When `read` has something to look at in any case: whether somebody floods the door."""
+        return None if self._door is None else self._door.next_deadline
 
     def may_obey(self, event: events.Event) -> bool:
         """Whether the manager that says this is not older than one that has this one's vote."""
@@ -209,8 +238,8 @@ class Electing:
         """What others said, and what is to follow: start a manager, or obey another one."""
         if self._door is None:
             return []
-        if self._door.link.is_abused:
-            self._hang_up()  # the ways share what is closed now
+        if not self._is_bounded(self._door):
+            return []
         self._door.turn()
         results: list[Won | Elected | None] = []
         for peer, name, message in self._door.heard(self._door.link):
@@ -228,6 +257,19 @@ class Electing:
             if isinstance(result, Won)
             or (isinstance(result, Elected) and self.election.follows(result))
         ]
+
+    def _is_bounded(self, door: Door) -> bool:
+        """Whether the door is open, and nobody fills the memory there, from now on."""
+        why = door.flood()
+        if not why:
+            return True
+        self._hang_up()  # the ways share what is closed now
+        try:
+            door.drop(why)
+        except TransportError as error:
+            self._say_deaf(error)
+            self.close()
+        return self._door is not None
 
     def close(self) -> None:
         """No more."""

@@ -71,6 +71,10 @@ class MirrorFetch:
         for arenas in self._arenas.values():
             arenas.close()
 
+    def go_on(self, link: Dealer) -> None:
+        """The former link was closed: ask on this one."""
+        self.link, self._ask_at = link, 0.0
+
     def turn(self, now: float) -> float | None:
         """Hear, go on, ask. Returns when to come again at the latest; None: it is over."""
         for _, data in self.link.receive():

@@ -22,9 +22,10 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from taskd.agent.listeners import BoundedListener
 from taskd.agent.mirrors.fetch import MirrorFetch, answer_to
 from taskd.agent.mirrors.giving import MirrorGiving
-from taskd.agent.mirrors.source import MirrorSource
+from taskd.agent.mirrors.source import WORD_S, MirrorSource
 from taskd.agent.mirrors.store import MirrorStore
 from taskd.config import join_address
 from taskd.core import commands, events
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _CONNECT_AGAIN_S = 1.0
+SILENT_S = 3 * WORD_S  # who connects to this node says something sooner
 
 
 class Mirroring:
@@ -72,7 +74,7 @@ class Mirroring:
         self._giving = MirrorGiving(config.job_id, node_rank, incarnation, self._store)
         self._fetches: dict[int, MirrorFetch] = {}  # by who keeps them; of the thread
         self._returned: deque[events.MirrorsReturned] = deque()
-        self._router: zeromq.Router | None = None  # until there is a thread, and then its own
+        self._listener: BoundedListener | None = None  # until there is a thread, then its own
         self._dealer: zeromq.Dealer | None = None
         self._connect_at: float | None = None  # once more, as that has failed; of the thread
         self._once = SayOnce()
@@ -114,23 +116,22 @@ class Mirroring:
             return True
         with contextlib.ExitStack() as undone:
             try:
-                router = zeromq.Router(
-                    join_address(self._config.own_address, 0), secret=self._config.secret
-                )
-                undone.callback(router.close)
+                address = join_address(self._config.own_address, 0)
+                listener = BoundedListener(address, self._config.secret, self._clock, SILENT_S)
+                undone.callback(listener.close)
                 for _ in range(2):
                     descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
                     undone.callback(os.close, descriptor)
                     self._order_fd, self._news_fd = self._news_fd, descriptor
-                self._router, self._address = router, router.address
+                self._listener, self._address = listener, listener.address
                 thread = threading.Thread(
-                    target=self._run, args=(router,), name="taskd-mirrors", daemon=True
+                    target=self._run, args=(listener,), name="taskd-mirrors", daemon=True
                 )
                 thread.start()
             # the last one: there is no further thread
             except (TransportError, OSError, RuntimeError) as error:
                 log.warning("node %d: snapshots are not mirrored: %s", self._node_rank, error)
-                self._router, self._address = None, ""
+                self._listener, self._address = None, ""
                 self._order_fd = self._news_fd = -1
                 return False
             undone.pop_all()
@@ -270,10 +271,12 @@ class Mirroring:
         """Wake the agent's loop: there is more than it knows."""
         os.eventfd_write(self._news_fd, 1)
 
-    def _run(self, router: zeromq.Router) -> None:
+    def _run(self, listener: BoundedListener) -> None:
         try:
             while not self._is_closing:
-                self._turn(router)
+                self._turn(listener)
+        except TransportError as error:
+            log.warning("node %d: snapshots are not mirrored: %s", self._node_rank, error)
         except Exception:
             # The top of a thread: mirrors are lost, and training goes on.
             log.exception(
@@ -286,15 +289,19 @@ class Mirroring:
             self._end_returns()
             if self._dealer is not None:
                 self._dealer.close()
-            router.close()
+            listener.close()
 
-    def _turn(self, router: zeromq.Router) -> None:
+    def _turn(self, listener: BoundedListener) -> None:
+        """Raises `TransportError`: the port is lost."""
         while self._orders:
             self._orders.popleft()()
-        now = self._clock.now()
+        why = listener.flood()
+        if why:
+            self._drop_connections(listener, why)
+        router, now = listener.router, self._clock.now()
         self._connect_again(now)
         due = [self._source.turn(now), *(fetch.turn(now) for fetch in self._fetches.values())]
-        due.append(self._connect_at)
+        due += [self._connect_at, listener.next_deadline]
         links: list[zeromq.Router | zeromq.Dealer] = [
             router,
             *(fetch.link for fetch in self._fetches.values()),
@@ -305,6 +312,9 @@ class Mirroring:
         timeout_s = None if deadline is None else max(0.0, deadline - self._clock.now())
         if zeromq.poll(links, timeout_s, [self._order_fd]):
             os.eventfd_read(self._order_fd)
+        self._hear(router)
+
+    def _hear(self, router: zeromq.Router) -> None:
         for peer, data in router.receive():
             try:
                 answers = self._answers(peer, mirroring.decode(data))
@@ -340,12 +350,8 @@ class Mirroring:
         former = self._fetches.pop(order.holder, None)
         if former is not None:
             former.close()
-        assert self._router is not None
-        identity = f"fetch-{order.owner}-{order.incarnation}-{uuid.uuid4().hex}"
         try:
-            link = zeromq.Dealer(
-                order.address, identity, secret=self._config.secret, beside=self._router
-            )
+            link = self._link_for(order)
         except TransportError as error:
             for of_rank in arenas.values():
                 of_rank.close()
@@ -354,6 +360,35 @@ class Mirroring:
         self._fetches[order.holder] = MirrorFetch(
             order, self._config.job_id, link, arenas, self._tell_returned
         )
+
+    def _link_for(self, order: commands.ReturnMirrors) -> zeromq.Dealer:
+        """To whoever keeps them. Raises `TransportError`."""
+        identity = f"fetch-{order.owner}-{order.incarnation}-{uuid.uuid4().hex}"
+        return self._dealer_to(order.address, identity)
+
+    def _dealer_to(self, address: str, identity: str) -> zeromq.Dealer:
+        assert self._listener is not None
+        secret, beside = self._config.secret, self._listener.router
+        return zeromq.Dealer(address, identity, secret=secret, beside=beside)
+
+    def _drop_connections(self, listener: BoundedListener, why: str) -> None:
+        """Somebody floods the port. What this node has begun goes on, on new connections.
+
+        Raises `TransportError`: the port is lost.
+        """
+        self._disconnect()
+        for fetch in self._fetches.values():
+            fetch.link.close()
+        listener.drop(why)
+        for holder, fetch in list(self._fetches.items()):
+            try:
+                fetch.go_on(self._link_for(fetch.order))
+            except TransportError as error:
+                del self._fetches[holder]
+                fetch.close()
+                self._tell_returned(answer_to(fetch.order, (), str(error)))
+        if self._pair is not None:
+            self._connect(self._pair)
 
     def _tell_returned(self, event: events.MirrorsReturned) -> None:
         self._returned.append(event)
@@ -380,12 +415,9 @@ class Mirroring:
     def _connect(self, pair: commands.Pair) -> None:
         self._connect_at = None
         self._disconnect()
-        assert self._router is not None
         identity = f"mirror-{self._node_rank}-{self._incarnation}-{pair.incarnation}"
         try:
-            self._dealer = zeromq.Dealer(
-                pair.address, identity, secret=self._config.secret, beside=self._router
-            )
+            self._dealer = self._dealer_to(pair.address, identity)
         except TransportError as error:
             if self._once.is_new("connect", pair.address, str(error)):
                 log.warning(

@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 0.02  # between two looks for a new snapshot: two words of each rank
 _LATER_S = 0.25  # after "later", or damage
+WORD_S = 10.0  # so often this node says that it is there, if nothing else
 SILENT_S = 10.0  # a peer node that says nothing for so long is not waited for, and asked again
 
 
@@ -103,7 +104,7 @@ class MirrorSource:
         self._link: Link | None = None
         self._transfer: _Transfer | None = None
         self._transfers = 0
-        self._heard_at = self._look_at = 0.0
+        self._heard_at = self._look_at = self._word_at = 0.0
         self._permission = MirrorPermission()
         self._is_silent = False
 
@@ -112,7 +113,7 @@ class MirrorSource:
     def pair(self, pair: Pair, link: Link) -> None:
         """From now on to this peer node."""
         self.unpair()
-        self._pair, self._link = pair, link
+        self._pair, self._link, self._word_at = pair, link, 0.0
 
     def unpair(self) -> None:
         """From now on to none, so that no rank waits for it. The link may be closed."""
@@ -173,6 +174,11 @@ class MirrorSource:
         if self._transfer is None and now >= self._look_at:
             self._look_at = now + _LOOK_S
             self._offer_next(now)
+        if self._transfer is None and now >= self._word_at and not self._is_silent:
+            self._word_at = now + WORD_S
+            self._send(
+                Answer(0, LATER)
+            )  # to nothing: else the connection is closed as a stranger's
         return self._look_at if self._transfer is None else self._heard_at + SILENT_S
 
     def _give_up_waiting(self) -> None:
@@ -266,7 +272,7 @@ class MirrorSource:
             self._send(Piece(transfer.number, transfer.sent, data))
             transfer.sent += len(data)
 
-    def _send(self, frame: Offer | Piece) -> None:
+    def _send(self, frame: Offer | Piece | Answer) -> None:
         assert self._link is not None
         # what is lost with a connection is sent anew after SILENT_S
         self._link.send(None, mirroring.encode(frame))

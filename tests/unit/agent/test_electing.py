@@ -72,7 +72,7 @@ def agents() -> Iterator[Agents]:
 
 def tell(agents: Agents, to: int, name: str, message: messages.Message) -> None:
     """Somebody says this at the door of an agent."""
-    door = Door(config(), 1, name)
+    door = Door(config(), agents.clock, 1, name)
     way = door.connect(agents.agents[to].address)
     way.send(None, door.encode(message))
     way.send(None, b"garbage")
