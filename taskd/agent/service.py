@@ -325,8 +325,8 @@ class Service:
             self._automatic.moves(f"somebody else answers, {stranger}")
         address = self._automatic.turn(now, self._electing.election.roster)
         if address and self._automatic.term:
+            self._go_to(address)  # first: the others may take all descriptors that are to be had
             self._electing.started(self._automatic.term, address)
-            self._go_to(address)
         elif address is not None and not self._is_registered:
             self._go_to(address or self._manager.address)
 

@@ -84,3 +84,8 @@ def require_descriptors(address: str, count: int) -> None:
     finally:
         for descriptor in taken:
             os.close(descriptor)
+
+
+def endpoint(address: str) -> str:
+    """As ZeroMQ writes it: of TCP, if it names nothing else."""
+    return address if "://" in address else f"tcp://{address}"

@@ -62,8 +62,9 @@ class Monitor:
 class Attempts:
     """What becomes of the attempts of one socket to connect, from when it is made until `close`.
 
-    `connection`: the number of the one that is there, from 1 on; 0: none. `is_turned_away`:
-    somebody listens there, and has ended one. `socket`: to wait for; then `serve`.
+    `connection`: the number of the one that is there, from 1 on; 0: none. `is_connected`: there has
+    been one, of TCP at least. `is_turned_away`: somebody listens there, and has ended one.
+    `socket`: to wait for; then `serve`.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Attempts:
         self._monitor = Monitor(context, watched, told)
         self.socket = self._monitor.socket
         self.connection = self._count = 0
-        self.is_turned_away = False
+        self.is_connected = self.is_turned_away = False
 
     def reaches(self, timeout_s: float) -> bool:
         """Whether somebody listens at the address, as the first attempt shows."""
@@ -89,6 +90,8 @@ class Attempts:
                 self.connection, has_come, self.is_turned_away = self._count, True, False
             elif event == _GONE:
                 self.connection = 0
+            elif event == zmq.Event.CONNECTED:
+                self.is_connected = True
             else:
                 self.is_turned_away = self.is_turned_away or event in FAILED_HANDSHAKES
         return has_come

@@ -5,6 +5,11 @@ from taskd.transport.base import MAX_FRAME_BYTES
 # Beyond this the socket itself drops the connection. Room above MAX_FRAME_BYTES, so that what is
 # merely too long for the protocol is seen, counted and answered for by the wire.
 MAX_MESSAGE_BYTES = 4 * MAX_FRAME_BYTES
+# Messages and bytes per `receive`, so that a flood neither keeps the loop from its deadlines nor
+# fills the memory.
+BATCH = 1000
+BATCH_BYTES = 16 * MAX_MESSAGE_BYTES
+MAX_PARTS = 1000  # of a message; ours have one
 HIGH_WATER_MARK = 1000  # messages that wait for a router which is not there
 # Messages from and for one peer of a router: it has thousands of them. What does not fit waits at
 # the sender; a peer that has not read so many is not listening.

@@ -24,13 +24,8 @@ from taskd.transport.silence import Silence, is_open, shut_down
 
 log = logging.getLogger(__name__)
 
-# Messages and bytes per `receive`, so that a flood neither keeps the loop from its deadlines nor
-# fills the memory.
-_BATCH = 1000
 # plain numbers: to join two of ZeroMQ's flags takes longer than to send a frame
 _NOBLOCK, _MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-_BATCH_BYTES = 16 * settings.MAX_MESSAGE_BYTES
-_MAX_PARTS = 1000  # of a message; ours have one
 _LINGER_MS = 1000  # for the last words on a connection that is up
 DEFAULT_UNACKNOWLEDGED_S = 5.0  # see `Dealer`
 _KEEPALIVE = {
@@ -43,10 +38,6 @@ _DESCRIPTORS_BESIDE = 4  # that one takes in the context of another
 _NOBODY_VOUCHES = "a key for which nobody with the secret vouches"
 _IS_SILENT = "nobody has said anything there"
 _IS_ONE_TOO_MANY = "nobody had said anything there, and more have come than are let in at once"
-
-
-def _endpoint(address: str) -> str:
-    return address if "://" in address else f"tcp://{address}"
 
 
 class _Socket:
@@ -110,7 +101,7 @@ class _Socket:
         return None
 
     def _frames(self) -> Iterable[list[bytes]]:
-        for _ in range(_BATCH):
+        for _ in range(settings.BATCH):
             try:
                 yield self._socket.recv_multipart(_NOBLOCK)
             except zmq.Again:
@@ -212,7 +203,7 @@ class Router(_Socket):
         try:
             if self._secret is not None:
                 self._admission = curve.Admission(self._secret, self._socket)
-            self._socket.bind(_endpoint(binding.resolved(address)))
+            self._socket.bind(binding.endpoint(binding.resolved(address)))
         except gaierror as error:
             self.close()
             raise TransportError(binding.unknown_name(address, str(error.strerror))) from error
@@ -262,8 +253,8 @@ class Router(_Socket):
         """
         found: list[tuple[bytes, bytes]] = []
         byte_count = 0
-        for _ in range(_BATCH):
-            if byte_count >= _BATCH_BYTES or self.is_abused:
+        for _ in range(settings.BATCH):
+            if byte_count >= settings.BATCH_BYTES or self.is_abused:
                 break
             try:
                 route = self._socket.recv(_NOBLOCK)
@@ -310,7 +301,7 @@ class Router(_Socket):
 
     def _skip_parts(self) -> None:
         """Of a message that is too long to be read to its end nothing more will be read."""
-        for _ in range(_MAX_PARTS):
+        for _ in range(settings.MAX_PARTS):
             if not self._socket.recv(copy=False, track=False).more:
                 return
         self.is_abused = True
@@ -418,7 +409,7 @@ class Dealer(_Socket):
 
         `key`: with a secret, that of this speaker; None: one that is drawn for this link.
 
-        `watches`: for `reaches`, `connection`, `is_turned_away`; one that comes ends a `poll`.
+        `watches`: for `reaches` and what `Attempts` knows; a connection that comes ends a `poll`.
 
         `unacknowledged_s`: a connection on which the other host has not acknowledged what was sent
         for so long is given up, and made anew. TCP itself waits twice as long before each
@@ -442,7 +433,7 @@ class Dealer(_Socket):
         if watches:
             self._attempts = Attempts(self._context, self._socket)
         try:
-            self._socket.connect(_endpoint(address))
+            self._socket.connect(binding.endpoint(address))
         except zmq.ZMQError as error:
             self.close()
             raise TransportError(
@@ -458,6 +449,11 @@ class Dealer(_Socket):
     def connection(self) -> int:
         """See `Attempts`. What has happened since the last `poll` is not known yet."""
         return 0 if self._attempts is None else self._attempts.connection
+
+    @property
+    def is_connected(self) -> bool:
+        """See `Attempts`."""
+        return self._attempts is not None and self._attempts.is_connected
 
     @property
     def is_turned_away(self) -> bool:
@@ -476,6 +472,11 @@ class Dealer(_Socket):
             self._attempts.close()
             self._attempts = None
         super().close()
+
+    def part(self) -> None:
+        """Close it; what was said on a connection that is there gets a moment to leave."""
+        self._linger_ms = _LINGER_MS if self.is_connected else 0
+        self.close()
 
     def abandon(self) -> None:
         """Close it, and drop what was not sent yet."""

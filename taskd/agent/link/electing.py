@@ -4,9 +4,9 @@
              ── Elected ──►  doors of all voters and spares    (who has started the manager)
 
 The door, a port of its own, is open from the start; connections to other doors are there only
-during an election, and while this node has the elected manager. A spare that takes a place goes on
-with the same door, name and promises. When to ask and what to answer is decided in
-`taskd.core.policy.election`.
+during an election, and while this node has the elected manager (`taskd.agent.link.door`). A spare
+that takes a place goes on with the same door, name and promises. When to ask and what to answer is
+decided in `taskd.core.policy.election`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,14 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
-from taskd.agent.listeners import BoundedListener
+from taskd.agent.link.door import MOST_WAYS, Door
 from taskd.agent.machine import ELECTION_S
-from taskd.config import join_address
 from taskd.core import events
 from taskd.core.policy.election import Election, Won
 from taskd.core.policy.pairs import PLACES
 from taskd.core.votes import Elected
-from taskd.errors import RemoteProtocolError, TransportError
-from taskd.log import SayOnce
-from taskd.transport import zeromq
-from taskd.wire import codec, messages
+from taskd.errors import TransportError
+from taskd.wire import messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,81 +30,14 @@ if TYPE_CHECKING:
     from taskd.clock import Clock
     from taskd.config import AgentConfig
     from taskd.core.votes import AskVote, Roster
+    from taskd.transport import zeromq
 
 log = logging.getLogger(__name__)
 
-_REPEAT_S = 5.0  # who was cut off hears where the manager is when he is back
-
-
-class Door:
-    """Where a process hears that another manager was elected, and is asked for its vote."""
-
-    def __init__(
-        self, config: AgentConfig, clock: Clock, node_rank: int | None, incarnation: str
-    ) -> None:
-        """`node_rank`: None for a spare. Raises `TransportError`."""
-        role = "spare" if node_rank is None else "agent"
-        self._sender = (config.job_id, role, node_rank, None, incarnation, 0)
-        self._secret = config.secret
-        self._listener = BoundedListener(join_address(config.own_address, 0), config.secret, clock)
-        self._said = 0
-        self._once = SayOnce()
-
-    @property
-    def address(self) -> str:
-        """host:port."""
-        return self._listener.address
-
-    @property
-    def link(self) -> zeromq.Router:
-        """To be polled, and to answer on."""
-        return self._listener.router
-
-    @property
-    def next_deadline(self) -> float:
-        """When `flood` is to be looked at again."""
-        return self._listener.next_deadline
-
-    def heard(self, link: zeromq.Router | zeromq.Dealer) -> list[tuple[bytes, str, object]]:
-        """What others of this job said there: connection, incarnation, message."""
-        found: list[tuple[bytes, str, object]] = []
-        for peer, data in link.receive():
-            try:
-                envelope, message = codec.decode(data)
-            except RemoteProtocolError as error:
-                if self._once.is_new(error.reason, str(error)):
-                    log.warning("what is no word of another voter was refused: %s", error)
-                continue
-            if envelope.job_id == self._sender[0] and isinstance(envelope.incarnation, str):
-                found.append((peer, envelope.incarnation, message))
-        return found
-
-    def flood(self) -> str:
-        """Why all connections are to be dropped; "": there is no reason."""
-        return self._listener.flood()
-
-    def drop(self, why: str) -> None:
-        """Close all connections. Ways to other doors are closed before. Raises `TransportError`."""
-        self._listener.drop(why)
-
-    def turn(self) -> None:
-        """Let go of what is not looked at."""
-        self.link.take_refused()
-        self.link.take_disconnected()
-
-    def encode(self, message: messages.Message) -> bytes:
-        """The bytes of a message of this process."""
-        self._said += 1
-        return codec.encode(codec.Envelope(*self._sender, self._said, "election"), message)
-
-    def connect(self, address: str) -> zeromq.Dealer:
-        """To the door of another one. Raises `TransportError`."""
-        name = f"{self._sender[4]}.{self._said}"
-        return zeromq.Dealer(address, name, secret=self._secret, beside=self.link)
-
-    def close(self) -> None:
-        """No more."""
-        self._listener.close()
+# Who was cut off hears where the manager is when he is back. In a large job each of the others has
+# a connection of its own for that, so that it takes longer.
+_REPEAT_S = 5.0
+_TOLD_PER_S = MOST_WAYS
 
 
 class Electing:
@@ -122,7 +52,6 @@ class Electing:
         self._config, self._clock = config, clock
         self._node_rank: int | None = None
         self._door: Door | None = None
-        self._ways: dict[str, zeromq.Dealer] = {}  # by address
         self._elected: Elected | None = None  # that this node has started
         self._repeats_at = 0.0
 
@@ -162,18 +91,22 @@ class Electing:
     @property
     def links(self) -> list[zeromq.Router | zeromq.Dealer]:
         """To be polled."""
-        return [] if self._door is None else [self._door.link, *self._ways.values()]
+        return [] if self._door is None else self._door.links
 
     @property
     def next_deadline(self) -> float | None:
         """When `turn` has something to do."""
-        deadlines = (self.election.next_deadline, self._repeats_at if self._elected else None)
+        deadlines = (
+            self.election.next_deadline,
+            self._repeats_at if self._elected else None,
+            None if self._door is None else self._door.ways.next_deadline,
+        )
         return min((due for due in deadlines if due is not None), default=None)
 
     @property
     def look_at(self) -> float | None:
         """When `read` has something to look at in any case: whether somebody floods the door."""
-        return None if self._door is None else self._door.next_deadline
+        return None if self._door is None else self._door.listener.next_deadline
 
     def may_obey(self, event: events.Event) -> bool:
         """Whether the manager that says this is not older than one that has this one's vote."""
@@ -228,6 +161,8 @@ class Electing:
 
     def turn(self, now: float) -> None:
         """Ask others if it is time, and repeat who was elected."""
+        if self._door is not None:
+            self._door.ways.turn(now)
         if self._elected is not None and now >= self._repeats_at:
             self._tell_elected(now)
         ask = self.election.turn(now)
@@ -242,15 +177,14 @@ class Electing:
             return []
         self._door.turn()
         results: list[Won | Elected | None] = []
-        for peer, name, message in self._door.heard(self._door.link):
+        for peer, name, message in self._door.heard():
             if isinstance(message, messages.AskVote):
                 self._answer(peer, name, message)
             elif isinstance(message, messages.Elected) and self._believes(name):
                 results.append(message)
-        for way in list(self._ways.values()):
-            for _, name, message in self._door.heard(way):
-                if isinstance(message, messages.Vote):
-                    results.append(self._take_vote(name, message, now))
+        for name, message in self._door.answers():
+            if isinstance(message, messages.Vote):
+                results.append(self._take_vote(name, message, now))
         return [
             result
             for result in results
@@ -260,10 +194,9 @@ class Electing:
 
     def _is_bounded(self, door: Door) -> bool:
         """Whether the door is open, and nobody fills the memory there, from now on."""
-        why = door.flood()
+        why = door.listener.flood()
         if not why:
             return True
-        self._hang_up()  # the ways share what is closed now
         try:
             door.drop(why)
         except TransportError as error:
@@ -273,7 +206,6 @@ class Electing:
 
     def close(self) -> None:
         """No more."""
-        self._hang_up()
         if self._door is not None:
             self._door.close()
             self._door = None
@@ -295,7 +227,7 @@ class Electing:
         answer = messages.Vote(
             vote.term, vote.is_trial, vote.is_given, vote.manager, vote.manager_term
         )
-        self._door.link.send(peer, self._door.encode(answer))
+        self._door.listener.router.send(peer, self._door.encode(answer))
 
     def _take_vote(self, name: str, vote: messages.Vote, now: float) -> Won | Elected | None:
         result = self.election.take_vote(name, vote, now)
@@ -310,33 +242,27 @@ class Electing:
         if not ask.is_trial:
             log.warning("node %d asks for votes (term %d)", self._node_rank, ask.term)
         message = messages.AskVote(ask.term, ask.is_trial, ask.roster_term, ask.roster_number)
-        self._send(message, self._others(roster))
+        self._send(message, self._others(roster), is_answered=True)
 
     def _tell_elected(self, now: float) -> None:
         roster, elected = self.election.roster, self._elected
         assert roster is not None
         assert elected is not None
-        self._repeats_at = now + _REPEAT_S
         told = dict.fromkeys((*self._others(roster), *roster.listeners))
-        self._send(messages.Elected(elected.term, elected.address), told)
+        self._repeats_at = now + max(_REPEAT_S, len(told) / _TOLD_PER_S)
+        self._send(messages.Elected(elected.term, elected.address), told, is_answered=False)
 
     def _others(self, roster: Roster) -> list[str]:
         return [address for name, address in roster.addresses.items() if name != self.name]
 
-    def _send(self, message: messages.Message, addresses: Iterable[str]) -> None:
+    def _send(
+        self, message: messages.Message, addresses: Iterable[str], *, is_answered: bool
+    ) -> None:
         if self._door is None:
             return
         data = self._door.encode(message)
-        for address in addresses:
-            try:
-                if address not in self._ways:
-                    self._ways[address] = self._door.connect(address)
-            except TransportError as error:
-                log.warning("node %d cannot reach a voter: %s", self._node_rank, error)
-                continue
-            self._ways[address].send(None, data)
+        self._door.ways.say(data, addresses, self._clock.now(), is_answered=is_answered)
 
     def _hang_up(self) -> None:
-        for way in self._ways.values():
-            way.close()
-        self._ways.clear()
+        if self._door is not None:
+            self._door.ways.close()

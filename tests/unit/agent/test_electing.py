@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import pathlib
+import subprocess
+import sys
+import time
 from typing import TYPE_CHECKING
 
 import pytest
+import zmq
 
-from taskd.agent.link.electing import Door, Electing
+from taskd.agent.link.door import Door
+from taskd.agent.link.electing import Electing
 from taskd.clock import MonotonicClock
 from taskd.config import AgentConfig
 from taskd.core.policy.election import Won
@@ -19,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _DEADLINE_S = 20.0
+_ELECTED = pathlib.Path(__file__).parents[2] / "process" / "scripts" / "elected.py"
 NAMES = ("first", "second", "third")
 
 
@@ -130,3 +138,29 @@ def test_where_nothing_is_elected_no_port_is_open(
     assert one.links == []
     assert one.read(0.0) == []
     one.close()
+
+
+def _until_heard(doors: list[zmq.Socket[bytes]]) -> None:
+    """Until something was said at each of them."""
+    silent, deadline = dict.fromkeys(doors, zmq.POLLIN), time.monotonic() + _DEADLINE_S
+    while silent:
+        assert time.monotonic() < deadline, f"{len(silent)} of {len(doors)} have heard nothing"
+        for door, _ in zmq.zmq_poll(list(silent.items()), 100):
+            del silent[door]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("descriptors", [120, 600])
+def test_who_is_elected_in_a_large_job_tells_all_and_can_reach_its_own_manager(
+    descriptors: int,
+) -> None:
+    with zmq.Context() as context, contextlib.ExitStack() as stack:
+        doors = [stack.enter_context(context.socket(zmq.ROUTER)) for _ in range(100)]
+        addresses = [f"127.0.0.1:{door.bind_to_random_port('tcp://127.0.0.1')}" for door in doors]
+        command = [sys.executable, str(_ELECTED), str(descriptors), *addresses]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as elected:
+            stack.callback(elected.kill)
+            _until_heard(doors)
+            most, _ = elected.communicate(timeout=_DEADLINE_S)
+        assert elected.returncode == 0
+        assert 0 < int(most) <= 64
