@@ -215,6 +215,7 @@ class Saving:
     periodic: Checkpointer | None = None
     checkpoint: Checkpoint | None = None  # what the state was read from at the last fresh start
     directory: Path | None = None  # of checkpoints: what the first restore() of this entry went by
+    base: str = ""  # where a relative one begins: the working directory at the first TrainState
     stored: Any = None  # the snapshot from which this entry goes on
     # seconds from SIGTERM to the end of the job, in which it is saved; None: it is not
     grace_s: float | None = None

@@ -21,7 +21,7 @@ from taskd.log import SayOnce
 from taskd.worker.life import Life, current
 from taskd.worker.objects.roles import Roles, is_plain
 from taskd.worker.restore.restoration import Restored, restore
-from taskd.worker.saving.contents import directory_of
+from taskd.worker.saving.contents import begin_here, directory_of
 from taskd.worker.saving.periodic import save
 from taskd.worker.state import step
 from taskd.worker.state.holding import Holding, Settings
@@ -62,15 +62,15 @@ class TrainState:
         `shard_id` is for the stages of a pipeline, however each is sharded within, and for
         frameworks that split a model into plain tensors: the same text (at most 64 bytes) or number
         on the ranks that hold the same part. Without it the part is found from DTensors, FSDP1 and
-        ZeroRedundancyOptimizer. `checkpoint_dir`: where checkpoints are written
-        and looked for, those of all TrainStates of the function: one of them may say it; default
-        TASKD_CHECKPOINT_DIR, else ./taskd_checkpoints. `checkpoint_every`:
-        write one after so many commits, while training goes on (0: none), and keep the newest
-        `checkpoint_keep`. `snapshot_every`: copy this rank's state into the memory of the node
-        after so many commits (0: never), so that a shard that no living process has is not lost;
-        twice the state's size is taken. `snapshot_buddy`: mirror these snapshots in the memory of
-        another node on another host, where they outlive this one; twice the state's size is taken
-        there, too.
+        ZeroRedundancyOptimizer. `checkpoint_dir`: where checkpoints are written and looked for,
+        those of all TrainStates of the function: one of them may say it; default
+        TASKD_CHECKPOINT_DIR, else ./taskd_checkpoints; relative to the working directory in which
+        the first TrainState of this process was built. `checkpoint_every`: write one after so many
+        commits, while training goes on (0: none), and keep the newest `checkpoint_keep`.
+        `snapshot_every`: copy this rank's state into the memory of the node after so many commits
+        (0: never), so that a shard that no living process has is not lost; twice the state's size
+        is taken. `snapshot_buddy`: mirror these snapshots in the memory of another node on another
+        host, where they outlive this one; twice the state's size is taken there, too.
 
         Raises:
             ValueError: `snapshot_buddy` without `snapshot_every`.
@@ -97,6 +97,7 @@ class TrainState:
         object.__setattr__(self, "_restored", None)
         self.step = first_step
         if life is not None:
+            begin_here(life)
             life.records.states[name] = holding
 
     @classmethod
@@ -235,7 +236,9 @@ class TrainState:
             )
             raise StateError(message)
         with checkpointing():
-            return save(life, directory_of(life.records.states, directory).absolute())
+            if not directory:
+                return save(life, directory_of(life, life.records.states))
+            return save(life, pathlib.Path(directory).absolute())
 
     def on_dump(self, function: Callable[[pathlib.Path], object]) -> None:
         """Have `function(folder)` write files of your own when the job is saved since it must end.

@@ -42,7 +42,7 @@ def choose(life: Life, holding: Holding) -> Checkpoint | None:
         StateError: there is one, and the ranks cannot agree on it: there is no process group yet,
             or it is not there for all of them.
     """
-    directory = directory_of(life.records.states).absolute()
+    directory = directory_of(life, life.records.states)
     found = folder.scan(directory, life.job_id, is_flat=False)
     if life.world_size > 1 and not dist.is_initialized():
         if not found.valid:
@@ -89,10 +89,10 @@ def check_directory(life: Life, *, is_first: bool) -> None:
     """
     states, saving = life.records.states, life.saving
     if is_first or saving.directory is None:
-        saving.directory = directory_of(states).absolute()
+        saving.directory = directory_of(life, states)
     for name, holding in states.items():
         given = holding.settings.checkpoint_dir
-        own = directory_of({name: holding}).absolute()
+        own = directory_of(life, {name: holding})
         if given is None or own.resolve() == saving.directory.resolve():
             continue
         message = (

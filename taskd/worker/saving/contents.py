@@ -8,7 +8,10 @@ TrainState, one per rank for what differs from rank to rank. Who writes what of 
 from __future__ import annotations
 
 import logging
+import os
 import pickle
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from taskd.checkpoint.pieces import Held
@@ -22,9 +25,7 @@ from taskd.worker.state.extras import decode_part, encode_part
 from taskd.worker.state.logbook import logbook_of
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-    from pathlib import Path
 
     import torch
 
@@ -35,11 +36,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def directory_of(
-    states: Mapping[str, Holding], directory: str | os.PathLike[str] | None = None
-) -> Path:
-    """Where the checkpoints of a program with these TrainStates are. `directory`: if it is said."""
-    given = directory or next(
+def begin_here(life: Life) -> None:
+    """The first TrainState of this process: relative directories are those of its place, for good.
+
+    The script may go to another one, and come back in the next entry, or not.
+    """
+    if not life.saving.base:
+        with suppress(OSError):  # it is gone: a relative one is an error when it is needed
+            life.saving.base = os.getcwd()
+
+
+def directory_of(life: Life, states: Mapping[str, Holding]) -> Path:
+    """Where the checkpoints of a program with these TrainStates are, as an absolute path."""
+    given = next(
         (
             holding.settings.checkpoint_dir
             for holding in states.values()
@@ -47,7 +56,7 @@ def directory_of(
         ),
         None,
     )
-    return checkpoint_directory(given)
+    return Path(life.saving.base, checkpoint_directory(given)).absolute()
 
 
 def name_of_state(holding: Holding) -> str:

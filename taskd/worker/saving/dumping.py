@@ -237,7 +237,7 @@ class Dumping:
         """From this process's memory: folder, TrainStates, what is shared, what is its own."""
         life, parked = self._life, self._life.records.parked
         return (
-            contents.directory_of(parked).absolute(),
+            contents.directory_of(life, parked),
             tuple(sorted(parked)),
             contents.shared(life, parked, (*order.writers, *dict(order.orphaned))),
             contents.own(life, order.version),

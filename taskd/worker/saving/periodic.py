@@ -61,7 +61,7 @@ class Periodic:
         (attempt,) = Agreement(life, "saver").broadcast([secrets.token_hex(8)])
         self._life, self._writers, self._is_due = life, tuple(range(life.world_size)), False
         self._saver = Saver(
-            contents.directory_of(life.records.states).absolute(),
+            contents.directory_of(life, life.records.states),
             job=life.job_id,
             rank=life.world_rank,
             writers=self._writers,

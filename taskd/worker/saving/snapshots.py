@@ -199,7 +199,7 @@ class Snapshots:
             for state, holding in states.items()
             for name in flat.names_of_changing(holding, tables[state].named)
         ]
-        where = contents.directory_of(states).absolute(), tuple(sorted(states))
+        where = contents.directory_of(life, states), tuple(sorted(states))
         return Inventory(
             tables, tensors, pickle.dumps(places, extras.PROTOCOL), changing, _moving(states), where
         )

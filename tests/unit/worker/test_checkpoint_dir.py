@@ -1,13 +1,18 @@
 """Where the checkpoints of several TrainStates are: in one directory, whoever names it."""
 
+import os
+
 import pytest
 import torch
 from job import Job
 from torch import nn
 
 from taskd.checkpoint.folder import scan
+from taskd.core import commands
 from taskd.errors import StateError
+from taskd.native.arenas import Arenas
 from taskd.worker.life import current
+from taskd.worker.saving.dumping import Dumping
 from taskd.worker.train_state import TrainState
 
 
@@ -92,3 +97,45 @@ def test_a_state_that_is_built_too_late_to_say_where_they_are_is_refused(jobs, t
     with pytest.raises(StateError, match="build the TrainState that names it before the first"):
         jobs().enter(entry, {"checkpoint_dir": tmp_path / "there"})
     jobs().enter(entry, {"checkpoint_dir": "./taskd_checkpoints"})  # where it has looked
+
+
+@pytest.mark.parametrize(
+    ("options", "name"), [({}, "taskd_checkpoints"), ({"checkpoint_dir": "there"}, "there")]
+)
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_a_relative_one_stays_the_same_when_the_script_changes_its_directory(
+    jobs, tmp_path, options, name, is_stored
+):
+    """In each entry, for checkpoints of all kinds, made from memory or from a snapshot."""
+    where = tmp_path / "work" / name
+    (tmp_path / "other").mkdir()
+    job = jobs()
+    job.life.job_id, job.life.saving.arenas = "job", Arenas.create()
+
+    def entry():
+        state = build("g", checkpoint_every=1, snapshot_every=1, **options)
+        restored = state.restore().source
+        os.chdir(tmp_path / "other")
+        while state.step < 2:
+            state.commit()
+            current().saving.snapshots.wait()  # else the next one is not made
+        assert state.save().parent == where
+        assert state.save("own").parent == tmp_path / "other" / "own"
+        current().saving.periodic.wait()
+        return restored
+
+    try:
+        assert job.enter(entry)[0] == "nothing"
+        job.resume(2)
+        assert job.enter(entry)[0] == "memory"
+        if is_stored:  # what a replacement of the rank has
+            job.replace()
+            job.life.job_id = "job"
+        dumping = Dumping(job.life, "job")
+        order = commands.Dump("", 1, 2, (0,), 1, "a test", "attempt")
+        assert dumping.obey(order) == ("written", "")
+        assert dumping.obey(commands.Publish("", 1, 0, 0, 0))[0] == "published"
+    finally:
+        job.life.saving.arenas.close()
+    versions = ["dump", "save", "save", "step", "step"]
+    assert sorted(path.name[:4] for path in where.iterdir()) == versions
