@@ -45,3 +45,18 @@ def small_disk(path: pathlib.Path, kilobytes: int, *options: str) -> Iterator[No
         yield
     finally:
         subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@contextlib.contextmanager
+def undeletable(path: pathlib.Path) -> Iterator[None]:
+    """A folder that not even root can rename or delete. Needs root."""
+    command = ["mount", "--bind", str(path), str(path)]
+    if (
+        os.geteuid() != 0
+        or subprocess.run(command, capture_output=True, check=False).returncode != 0
+    ):
+        pytest.skip("needs the right to mount")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)

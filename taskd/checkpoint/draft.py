@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,8 +29,11 @@ from taskd.checkpoint.names import (
     removed_name,
 )
 from taskd.errors import CheckpointError, CorruptCheckpointError
+from taskd.log import SayOnce
 
 log = logging.getLogger(__name__)
+
+_once = SayOnce()
 
 _OWNER = re.compile(r"(publisher|writer)-\d{1,9}-(.+)")
 _PART = re.compile(r"rank-(\d{1,9})\.json")
@@ -224,36 +227,60 @@ def discard(path: Path, kind: Kind, version: int, job: str) -> None:
         files.remove_folder(target)
 
 
+@contextmanager
+def or_left(job: str, path: Path) -> Iterator[None]:
+    """What cannot be deleted is said, once, and keeps nothing else from being deleted."""
+    try:
+        yield
+    except FileNotFoundError:
+        pass  # another process has deleted it
+    except OSError as error:
+        what = error.filename or path  # exists: its folder may have another name by now
+        if _once.is_new(job, what):
+            log.warning(
+                "job %s: %s cannot be deleted and is left: %s. Others are deleted. See who owns "
+                "it and what is mounted there, or delete it by hand: it takes up room",
+                job,
+                what,
+                error.strerror or error,
+            )
+
+
 def sweep(published: Draft) -> list[Path]:
     """Delete what dead processes of the job left unfinished, and what this publisher gave up.
 
-    Returns what was deleted. Raises OSError.
+    Returns what was deleted. Raises OSError: the directory cannot be read.
     """
-    mark = job_mark(published.job)
     swept = []
     for name in sorted(os.listdir(published.directory)):
-        hidden = parse_hidden(name)
         path = Path(published.directory) / name
-        if hidden is None or hidden.mark != mark or path.is_symlink() or not path.is_dir():
-            continue
-        contents = os.listdir(path)
-        if not all(_OURS.fullmatch(content) for content in contents):
-            continue
-        if hidden.attempt == published.attempt:
-            # One publisher publishes in ascending order: an older one will not be finished. A newer
-            # one may have been written by ranks that have ended since, before their publisher came
-            # to it.
-            is_over = hidden.kind is published.kind and hidden.version < published.version
-        else:
-            is_over = not contents or _is_abandoned(path, contents)
-        if not hidden.is_partial:
-            files.remove_folder(path)
-        elif is_over:
-            discard(path, hidden.kind, hidden.version, published.job)
-        else:
-            continue
-        swept.append(path)
+        with or_left(published.job, path):
+            if _is_swept(published, path):
+                swept.append(path)
     return swept
+
+
+def _is_swept(published: Draft, path: Path) -> bool:
+    """Whether it was to be deleted, and is. Raises OSError."""
+    hidden, mark = parse_hidden(path.name), job_mark(published.job)
+    if hidden is None or hidden.mark != mark or path.is_symlink() or not path.is_dir():
+        return False
+    contents = os.listdir(path)
+    if not all(_OURS.fullmatch(content) for content in contents):
+        return False
+    if not hidden.is_partial:
+        files.remove_folder(path)
+        return True
+    if hidden.attempt == published.attempt:
+        # One publisher publishes in ascending order: an older one will not be finished. A newer
+        # one may have been written by ranks that have ended since, before their publisher came
+        # to it.
+        is_over = hidden.kind is published.kind and hidden.version < published.version
+    else:
+        is_over = not contents or _is_abandoned(path, contents)
+    if is_over:
+        discard(path, hidden.kind, hidden.version, published.job)
+    return is_over
 
 
 def leave_former(draft: Draft, rank: int) -> None:

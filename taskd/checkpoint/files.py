@@ -159,11 +159,17 @@ def _renameat2(source: Path, target: Path) -> None:
 def remove_folder(path: Path) -> None:
     """Delete a folder with all that is in it; another process may be doing the same.
 
-    Raises OSError, with whatever is left still there.
+    Raises OSError, the first one, with what cannot be deleted still there.
     """
+    problems: list[OSError] = []
     with suppress(FileNotFoundError):
         for name in os.listdir(path):
-            remove(path / name)
+            try:
+                remove(path / name)
+            except OSError as error:
+                problems.append(error)
+        if problems:
+            raise problems[0]
         os.rmdir(path)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from taskd.checkpoint import files, manifest
-from taskd.checkpoint.draft import discard
+from taskd.checkpoint.draft import discard, or_left
 from taskd.checkpoint.manifest import Manifest
 from taskd.checkpoint.names import Kind, parse_final, parse_hidden
 from taskd.errors import CheckpointError, CorruptCheckpointError
@@ -194,7 +194,7 @@ def retain(
         flat_ranks: flat ones of so many ranks alone, which read their own; None: those that any
             number of ranks reads.
 
-    Returns what was deleted. Raises CheckpointError, OSError.
+    Returns what was deleted. Raises CheckpointError.
     """
     if keep < 1:
         raise CheckpointError(f"keep {keep}: at least one checkpoint is kept")
@@ -207,11 +207,9 @@ def retain(
     ]
     removed = []
     for one in periodic[keep:]:
-        if set(os.listdir(one.path)) - {
-            manifest.FILE_NAME,
-            *(file.name for file in one.manifest.files),
-        }:
-            continue  # somebody has put something of his own there
-        discard(one.path, Kind.PERIODIC, one.manifest.version, job)
-        removed.append(one.path)
+        ours = {manifest.FILE_NAME, *(file.name for file in one.manifest.files)}
+        with or_left(job, one.path):
+            if not set(os.listdir(one.path)) - ours:  # else somebody has put something there
+                discard(one.path, Kind.PERIODIC, one.manifest.version, job)
+                removed.append(one.path)
     return removed

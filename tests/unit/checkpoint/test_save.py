@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pathlib
@@ -22,6 +23,7 @@ from taskd.checkpoint.pieces import Piece
 from taskd.checkpoint.publish import publish
 from taskd.checkpoint.save import write
 from taskd.errors import CheckpointError, CorruptCheckpointError
+from tests.disks import undeletable
 
 LIMIT_S = 60
 
@@ -313,6 +315,39 @@ def test_one_that_has_ended_and_that_nobody_has_reaped_is_gone() -> None:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert pathlib.Path(f"/proc/{process.pid}/stat").exists()
         assert owners.is_certainly_gone(owner)
+
+
+def test_one_folder_that_cannot_be_deleted_keeps_no_other(tmp_path, caplog) -> None:
+    """Of each kind one, and beside it one that goes. Each is said once; it goes when it can."""
+    old = [save(tmp_path, version) for version in (1, 2)]
+    given_up = [abandoned(tmp_path, version, gone_owner()) for version in (3, 4)]
+    deleting = [tmp_path / removed_name(Kind.PERIODIC, 5, "job", text) for text in ("aa", "bb")]
+    for path in deleting:
+        path.mkdir()
+    stuck = [old[1], given_up[0], deleting[0]]
+    with contextlib.ExitStack() as mounts:
+        for path in stuck:
+            mounts.enter_context(undeletable(path))
+        newest = [save(tmp_path, version, keep=1) for version in (20, 30)]
+        assert set(tmp_path.iterdir()) == {*stuck, newest[1]}
+        said = [record.getMessage() for record in caplog.records]
+        assert sorted(said) == sorted(
+            f"job job: {path} cannot be deleted and is left: Device or resource busy. Others are "
+            "deleted. See who owns it and what is mounted there, or delete it by hand: it takes up "
+            "room"
+            for path in stuck
+        )
+    newest.append(save(tmp_path, 40, keep=1))
+    assert [*tmp_path.iterdir()] == [newest[2]]
+
+
+def test_what_can_be_deleted_of_a_folder_is(tmp_path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / "folder" / name).mkdir(parents=True)
+    with undeletable(tmp_path / "folder" / "b"):
+        with pytest.raises(OSError, match="busy"):
+            files.remove_folder(tmp_path / "folder")
+        assert names(tmp_path / "folder") == ["b"]
 
 
 # ---------------------------------------------------------------- telling and waiting
