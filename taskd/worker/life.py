@@ -164,6 +164,7 @@ class Records:
     keeping: Any = None  # see `taskd.worker.state.keeping.keeping_of`
     logbook: Any = None  # see `taskd.worker.state.logbook.logbook_of`
     layouts: Any = None  # see `taskd.worker.state.buckets`
+    step_randoms: Any = None  # see `taskd.worker.state.step_randoms`
     restored_at: float | None = None  # monotonic time at which the last restore() was done
     restored_from: str = ""  # what it said
     random_at_restore: Any = None  # the state of torch's global generator then
@@ -185,6 +186,11 @@ class Records:
         for name in self.missing:
             self.parked.pop(name, None)
         self.missing.clear()
+
+    @property
+    def has_restored(self) -> bool:
+        """Whether a TrainState of this entry has been restored."""
+        return any(holding.is_restored for holding in self.states.values())
 
     @property
     def is_sharded(self) -> bool:

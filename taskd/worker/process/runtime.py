@@ -131,11 +131,12 @@ class Runtime(Supervisor):
         if self._declared:
             return
         self._declared = self.outer_group.is_of_job = True
-        from taskd.worker.state import buckets, data_order, phases  # noqa: PLC0415
+        from taskd.worker.state import buckets, data_order, phases, step_randoms  # noqa: PLC0415
 
         buckets.install()
         phases.install()
         data_order.install()
+        step_randoms.install()
         keep_watchdogs_quiet()
         if self.sigterm is not None:
             self.sigterm.watch()

@@ -131,7 +131,7 @@ def _begin_rollback(life: Life, holding: Holding, before: Holding | None) -> Non
 
 def _is_first(life: Life) -> bool:
     """Whether no other TrainState of this entry has been restored yet."""
-    return not any(other.is_restored for other in life.records.states.values())
+    return not life.records.has_restored
 
 
 def _expect(life: Life, names: Iterable[str]) -> None:

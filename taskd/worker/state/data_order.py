@@ -65,7 +65,8 @@ def install() -> None:
 def _version_if_drawn(loader: Any) -> int | None:
     """The version at which a pass begins whose order no later entry would have again.
 
-    None: it would, or that is nobody's concern.
+    None: it would, or that is nobody's concern. What is drawn before restore() is drawn from what
+    the script has seeded, in each entry alike.
     """
     life = current()
     if (
@@ -73,6 +74,7 @@ def _version_if_drawn(loader: Any) -> int | None:
         or life is None
         or life.world_rank
         or not life.interrupts.in_recoverable
+        or not life.records.has_restored
         or threading.current_thread() is not threading.main_thread()
     ):
         return None
@@ -80,7 +82,7 @@ def _version_if_drawn(loader: Any) -> int | None:
     if generator is None or (_is_registered(life, loader) and not _draws_anew(loader)):
         return None
     state = generator.get_state()
-    if _is_just_seeded(life, generator, state) or _is_kept(life, state):
+    if _is_just_seeded(life, generator, state) or is_kept(life, state):
         return None
     return life.records.version
 
@@ -142,7 +144,7 @@ def _is_just_seeded(life: Life, generator: torch.Generator, state: torch.Tensor)
     return torch.equal(state, fresh.get_state())
 
 
-def _is_kept(life: Life, state: torch.Tensor) -> bool:
+def is_kept(life: Life, state: torch.Tensor) -> bool:
     """Whether the script keeps the generator as it is now, to begin the pass with it again."""
     return any(
         tensor.dtype == state.dtype and torch.equal(tensor, state)

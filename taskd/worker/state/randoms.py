@@ -154,6 +154,14 @@ class RandomStates:
             self._capture(marks)
         return self._pickled
 
+    def torch_state(self) -> bytes:
+        """Torch's generator as it is now; the same object as before if it was captured so."""
+        mark = self._torch_mark
+        if mark is None or not self._marks or mark.raw != self._marks[0]:
+            return _read_torch()
+        captured: bytes = self._captured["torch"]
+        return captured
+
     def _capture(self, marks: list[Any]) -> None:
         """Read those that may have changed."""
         captured = dict(self._captured)

@@ -144,7 +144,11 @@ def fresh(monkeypatch):
 
 
 def said(caplog):
-    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno == logging.WARNING and record.name == data_order.__name__
+    ]
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -182,6 +186,40 @@ def test_what_is_seeded_before_restore_is_not_seeded_for_the_pass(caplog):
     job.enter(entry, job)
     job.close()
     assert len(said(caplog)) == 1
+
+
+def test_a_pass_that_begins_before_restore_has_the_order_that_the_script_seeds(caplog):
+    """In each entry; and restore() may change the version as commits do."""
+    stops, orders = [2, 4], []
+
+    def entry():
+        torch.manual_seed(5)
+        state = TrainState(model=nn.Linear(1, 1), epoch=0)
+        order = []
+        orders.append(order)
+        batches = iter(DataLoader(Ids(), BATCH, shuffle=True))
+        order += next(batches).tolist()
+        state.restore()
+        for number, batch in enumerate(batches):
+            order += batch.tolist()
+            if number < state.step:
+                continue
+            if state.step in stops:
+                stops.remove(state.step)
+                raise Stop
+            state.commit()
+        return True
+
+    job = Job()
+    job.resume(None)
+    result, report = job.enter(entry)
+    while not result:
+        job.resume(report.version)
+        result, report = job.enter(entry)
+    job.close()
+    assert all(order == orders[-1][: len(order)] for order in orders)
+    assert len(orders) == 3
+    assert said(caplog) == []
 
 
 def test_a_validation_between_commits_is_no_matter(caplog):
