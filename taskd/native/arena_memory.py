@@ -44,7 +44,6 @@ _SLOT = struct.Struct("=7Q")  # behind the state; the first six are under the se
 _SLOT_OFFSETS = (512, 1024)
 _MIRROR_OFFSET = 2048
 _WORD = 8
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +103,9 @@ class Memory:
     def format(cls, fd: int, capacity: int, copier: Copier) -> "Memory":
         """A file of the right size, made an empty arena. Raises OSError: it cannot be mapped."""
         memory = cls(fd, capacity, copier)
-        with suppress(OSError, ValueError):
+        with suppress(OSError):
             # now: at its first snapshot, faults at each page would make it three times as long
-            memory._map.madvise(_MADV_POPULATE_WRITE)
+            node_memory.populate(memory.address, len(memory._bytes))
         words = _HEADER.pack(MAGIC, LAYOUT_VERSION, capacity, copier.kind, 0)
         memory.write(0, words[:-_WORD])
         memory._words[4] = copier.checksum(memory.address, _HEADER.size - _WORD)
@@ -122,14 +121,16 @@ class Memory:
 
         `is_discarded`: the node gets the memory, whoever else holds it.
         """
-        if is_discarded:
-            self._map.madvise(mmap.MADV_REMOVE)
-        fd, self.fd = self.fd, -1
-        self._words.release()
-        with suppress(BufferError):
-            self._bytes.release()
-            self._map.close()
-        os.close(fd)
+        fd, self.fd = self.fd, -1  # first: other threads go on meanwhile
+        try:
+            if is_discarded:
+                node_memory.clear(fd)
+        finally:
+            self._words.release()
+            with suppress(BufferError):
+                self._bytes.release()
+                self._map.close()
+            os.close(fd)
 
     def __del__(self) -> None:
         # the constructor failed: the descriptor is still the caller's
