@@ -300,6 +300,14 @@ class RecordRecovery(Command):
 
 
 @dataclass(frozen=True, slots=True)
+class RepeatOrder(Command):
+    """Say `order`, the last one to all, to the agent of `node_rank` alone: it may lack it."""
+
+    node_rank: int
+    order: Command
+
+
+@dataclass(frozen=True, slots=True)
 class ReportStraggler(Command):
     """Say that a rank is slow. Nothing else is done about it.
 

@@ -81,6 +81,8 @@ class Executor:
                 | commands.ReturnMirrors()
             ):
                 self._outbox.order(command, [command.node_rank])
+            case commands.RepeatOrder():
+                self._outbox.order(command.order, [command.node_rank])
             case (
                 commands.Interrupt()
                 | commands.Advance()

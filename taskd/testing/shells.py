@@ -205,6 +205,9 @@ class SimulatedManager:
             if isinstance(command, do.ReplaceWorker | do.KillWorker):
                 to = nodes[command.node_rank].agent_incarnation
                 self._send((command.node_rank, to), command)
+            elif isinstance(command, do.RepeatOrder):
+                to = nodes[command.node_rank].agent_incarnation
+                self._send((command.node_rank, to), command.order)
             elif isinstance(command, do.EndJob):
                 self.kill()
             elif not isinstance(command, do.RecordRecovery | do.ReportNoProgress):

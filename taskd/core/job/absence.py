@@ -72,7 +72,7 @@ def come_back(job: JobState, event: ev.AgentRegistered, former: Node | None) -> 
     job.absent.discard(event.node_rank)
     # Workers that are to leave their step need the Interrupt; after an Advance it would be late.
     is_early = isinstance(job.last_order, Interrupt)
-    commands: Commands = [] if job.last_order is None else [job.last_order]
+    commands = job.repeat_order(event.node_rank)
     for report in sorted(event.workers, key=lambda report: report.rank):
         member = job.members[report.rank]
         if is_same_agent and is_adopted:

@@ -167,7 +167,7 @@ def come_back(job: JobState, event: ev.AgentRegistered) -> Commands:
     if job.phase is not JobPhase.PAUSING:
         job.is_recovery_needed = True
         return []
-    commands: Commands = [] if job.last_order is None else [job.last_order]
+    commands = job.repeat_order(event.node_rank)
     return [*commands, *(orders.replace(job, member) for member in members)]
 
 

@@ -30,7 +30,7 @@ from taskd.core.job.member import Member
 from taskd.core.job.membership import FELL_BACK, LOST_NODE
 from taskd.core.job.state import JobState
 from taskd.core.phase import DUMPING, OVER, TRAINING, JobPhase
-from taskd.core.policy.peers import peers_of
+from taskd.core.policy.peers import peers_of, served_by
 from taskd.core.transitions import Commands
 from taskd.core.worker_state import WorkerState
 
@@ -90,7 +90,7 @@ def _take_in(job: JobState, event: ev.AgentRegistered) -> Commands:
     job.generation = max(job.generation, event.generation)
     job.budget.adopt(event.restarts_used)
     if job.phase is JobPhase.ENDING:
-        return _repeat_order(job)
+        return job.repeat_order(event.node_rank)
     if event.node_rank in job.absent:
         return come_back(job, event, known)
     missed = _compare(job, event) if known is not None else []
@@ -295,8 +295,9 @@ def _catch_up(job: JobState, event: ev.AgentRegistered, missed: list[Member]) ->
     """Repeat what the agent may have missed, and answer what it brings."""
     if job.phase in DUMPING:
         job.unanswered = []  # nobody is replaced any more
-        return [] if has_lost_writer(job) else _repeat_order(job)
-    commands = _repeat_order(job) if _may_have_missed(job, event, missed) else []
+        return [] if has_lost_writer(job) else job.repeat_order(event.node_rank)
+    is_missed = _may_have_missed(job, event, missed)
+    commands = job.repeat_order(event.node_rank) if is_missed else []
     job.is_recovery_needed |= job.phase in TRAINING and division(job) is not None
     if job.phase is JobPhase.PAUSING:
         commands += [orders.replacement(job, member) for member in missed if member.replaced]
@@ -317,10 +318,6 @@ def _may_have_missed(job: JobState, event: ev.AgentRegistered, missed: list[Memb
     waiting = [report.rank for report in event.workers if report.state == WorkerState.PAUSED]
     goes_on = any(job.members[rank].state is WorkerState.RUNNING for rank in waiting)
     return isinstance(job.last_order, do.Resume) and goes_on
-
-
-def _repeat_order(job: JobState) -> Commands:
-    return [] if job.last_order is None else [job.last_order]
 
 
 def _is_needed(job: JobState, member: Member) -> bool:
@@ -354,9 +351,9 @@ def ask_for_peer(job: JobState, event: ev.AgentMirrors) -> Commands:
         return [] if was_reported else [do.ReportNoBuddy(job.cause, job.generation, event.host)]
     commands: Commands = []
     incarnations = {rank: node.agent_incarnation for rank, node in membership.nodes.items()}
+    served = served_by(pairs)
     for node_rank, peer in sorted(pairs.items()):
-        served = (other for other in sorted(pairs) if pairs[other] == node_rank)
-        sources = tuple((other, incarnations[other]) for other in served)
+        sources = tuple((other, incarnations[other]) for other in served.get(node_rank, ()))
         told = (peer, requests.asked[peer].address, incarnations[peer], sources)
         if requests.told.get(node_rank) != told:
             requests.told[node_rank] = told

@@ -174,6 +174,12 @@ class JobState(MachineState):
         self.last_order = order
         return [order]
 
+    def repeat_order(self, node_rank: int) -> Commands:
+        """The last of them, for this agent, which may have missed it. The others have theirs."""
+        if self.last_order is None:
+            return []
+        return [do.RepeatOrder(self.cause, self.generation, node_rank, self.last_order)]
+
     def timed_fault(self, fault: Fault, age_s: float) -> TimedFault:
         """Attach times and context to a fault that is `age_s` seconds old."""
         died_at = self.now - age_s

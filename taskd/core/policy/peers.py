@@ -21,3 +21,12 @@ def peers_of(hosts: Mapping[int, str]) -> dict[int, int]:
         if index in following:
             found[node_rank] = twice[following[index]]
     return found
+
+
+def served_by(pairs: Mapping[int, int]) -> dict[int, list[int]]:
+    """Whose peer each node is, in order; it lacks those that are nobody's."""
+    found: dict[int, list[int]] = {}
+    for node_rank in sorted(pairs):
+        peer = pairs[node_rank]
+        found.setdefault(peer, []).append(node_rank)
+    return found

@@ -91,4 +91,6 @@ def without_origin(message: Any) -> Any:
     """An event or a command without what only tells when and why it came about."""
     if isinstance(message, ev.Event):
         return replace(message, now=0.0, cause="")
+    if isinstance(message, do.RepeatOrder):
+        return replace(message, cause="", order=without_origin(message.order))
     return replace(message, cause="")

@@ -189,6 +189,8 @@ class Nodes:
                 draft.ended = "succeeded" if command.succeeded else "failed"
             elif isinstance(command, do.ReplaceWorker | do.KillWorker):
                 self._order(draft, command.node_rank, command)
+            elif isinstance(command, do.RepeatOrder):
+                self._order(draft, command.node_rank, command.order)
             elif not isinstance(command, do.RecordRecovery):
                 if isinstance(command, do.Resume) and machine.phase is JobPhase.RESUMED:
                     self._check_resume(draft, command)

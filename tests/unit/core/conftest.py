@@ -25,6 +25,15 @@ def fault(
     return Fault(kind, rank, incarnation, detail, signature=more.pop("signature", detail), **more)
 
 
+def repeated(event: ev.Event, command: do.Command) -> do.Command:
+    """An order that is repeated stands for itself: whoever registers hears it, and nobody else."""
+    if not isinstance(command, do.RepeatOrder):
+        return command
+    assert isinstance(event, ev.AgentRegistered)
+    assert command.node_rank == event.node_rank
+    return command.order
+
+
 class ManagerDriver:
     """A RecoveryMachine with `nodes` times `per_node` ranks.
 
@@ -60,9 +69,10 @@ class ManagerDriver:
     ) -> list[do.Command]:
         self.now = self.now + 0.01 if at is None else at
         self.count += 1
-        commands = self.machine.handle(kind(self.now, f"e{self.count}", *details, **more))
+        event = kind(self.now, f"e{self.count}", *details, **more)
+        commands = self.machine.handle(event)
         self.machine.check()
-        return commands
+        return [repeated(event, command) for command in commands]
 
     def worker(
         self,

@@ -43,7 +43,7 @@ REPEATED: dict[str, Callable[[ManagerDriver, int], object]] = {
 
 @pytest.mark.parametrize("what", REPEATED)
 def test_what_was_said_before_all_went_on(manager, what: str) -> None:
-    """An order that is repeated for one agent has all ranks say again that they wait."""
+    """An order that is repeated has those who hear it say again that they wait."""
     job, waiting = resumed(manager)
     for rank in (0, 2, 3):
         REPEATED[what](job, rank)

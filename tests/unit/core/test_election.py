@@ -342,7 +342,8 @@ class TestTheElectedManager:
         job.now += 3.1
         (interrupt,) = job.send(ev.Tick)
         job.pause(1), job.pause(2)
-        assert job.register(0, generation=generation) == [interrupt]
+        (repeated,) = job.register(0, generation=generation)
+        assert (repeated.node_rank, repeated.order) == (0, interrupt)
         assert job.machine.lost_nodes == []
         resume = only(job.pause(0), do.Resume)
         assert (resume.version, resume.moves) == (5, ())

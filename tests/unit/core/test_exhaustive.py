@@ -70,7 +70,7 @@ def test_every_ignored_event_has_a_reason() -> None:
 
 def test_agents_obey_every_command_that_the_manager_sends_them() -> None:
     own = {do.RecordRecovery, do.ReportStraggler, do.ReportNoProgress, do.ReportNoBuddy, do.EndJob}
-    own |= {do.ReportWorld, do.ReportNotJoined}
+    own |= {do.ReportWorld, do.ReportNotJoined, do.RepeatOrder}
     agents = {
         do.OpenStore,
         do.SpawnWorker,

@@ -137,7 +137,8 @@ def test_it_was_only_slow_and_keeps_its_processes() -> None:
     job = began(0, 1)
     interrupt = overdue(job, 0, 1, seconds=41.0)[-1]
     job.pause(0), job.pause(1)
-    assert job.register(2) == [interrupt]
+    (repeated,) = job.register(2)
+    assert (repeated.node_rank, repeated.order) == (2, interrupt)
     assert only(job.pause(2), do.Resume).moves == ()
 
 
