@@ -37,10 +37,16 @@ def silent_port() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """One at which nobody listens."""
-    with socket.create_server((host, 0), family=family_of(host)) as server:
-        return server.getsockname()[1]
+@contextlib.contextmanager
+def free_port(host: str = "127.0.0.1") -> Iterator[int]:
+    """One at which nobody listens, and that the kernel gives to nobody else meanwhile.
+
+    It is bound, so that torch's store, which sets SO_REUSEADDR, can open it all the same.
+    """
+    with socket.socket(family_of(host)) as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, 0))
+        yield bound.getsockname()[1]
 
 
 def family_of(host: str) -> socket.AddressFamily:
@@ -84,23 +90,23 @@ def test_an_abort_ends_the_way_to_a_store_that_accepts_and_says_nothing(
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
 def test_a_store_that_opens_later_is_met_and_has_the_timeout_of_the_user(groups, host) -> None:
-    port = free_port("127.0.0.1" if host == "localhost" else host)
     stores: list[dist.TCPStore] = []
+    with free_port("127.0.0.1" if host == "localhost" else host) as port:
 
-    def open_store() -> None:
-        stores.append(dist.TCPStore(host, port, is_master=True, wait_for_workers=False))
+        def open_store() -> None:
+            stores.append(dist.TCPStore(host, port, is_master=True, wait_for_workers=False))
 
-    opening = threading.Timer(0.3, open_store)
-    opening.start()
-    shown = f"[{host}]" if ":" in host else host
-    store, rank, _ = next(
-        c10d.rendezvous(f"tcp://{shown}:{port}?rank=1&world_size=2", timeout=LIMIT)
-    )
-    assert rank == 1
-    store.set("a", "b")
-    opening.join()
-    assert stores[0].get("taskd/1/a") == b"b"
-    assert store.timeout == LIMIT
+        opening = threading.Timer(0.3, open_store)
+        opening.start()
+        shown = f"[{host}]" if ":" in host else host
+        store, rank, _ = next(
+            c10d.rendezvous(f"tcp://{shown}:{port}?rank=1&world_size=2", timeout=LIMIT)
+        )
+        assert rank == 1
+        store.set("a", "b")
+        opening.join()
+        assert stores[0].get("taskd/1/a") == b"b"
+        assert store.timeout == LIMIT
 
 
 def test_the_timeout_of_the_user_holds_for_all_tries(groups) -> None:
@@ -123,11 +129,14 @@ def test_the_first_start_and_the_host_of_the_store_are_left_to_torch(
 
     groups.begin(generation)
     monkeypatch.setattr("taskd.worker.process.groups.reach", refuse)
-    port = free_port()
-    server = dist.TCPStore("127.0.0.1", port, is_master=True, multi_tenant=True, world_size=None)
-    found = next(c10d.rendezvous(f"tcp://127.0.0.1:{port}?rank={rank}&world_size=1", timeout=LIMIT))
-    assert found[1] == rank
-    assert server.port == port
+    with free_port() as port:
+        server = dist.TCPStore(
+            "127.0.0.1", port, is_master=True, multi_tenant=True, world_size=None
+        )
+        url = f"tcp://127.0.0.1:{port}?rank={rank}&world_size=1"
+        found = next(c10d.rendezvous(url, timeout=LIMIT))
+        assert found[1] == rank
+        assert server.port == port
 
 
 def test_a_try_of_torch_that_fails_is_followed_by_a_longer_one() -> None:
