@@ -74,6 +74,17 @@ def descendants(pid: int) -> set[int]:
     return found
 
 
+def group(leader: int) -> set[int]:
+    """All live processes of its process group, also when it has ended itself."""
+    found = set()
+    for pid in _all_pids():
+        with contextlib.suppress(OSError):
+            state, _, of, *_ = stat_of(pid)
+            if int(of) == leader and state != "Z":
+                found.add(pid)
+    return found
+
+
 def marked(value: str) -> set[int]:
     """All live processes whose environment holds TASKD_TEST_MARK=value.
 

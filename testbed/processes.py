@@ -15,14 +15,18 @@ import time
 from typing import TYPE_CHECKING
 
 from taskd.agent.spawning import warmth
+from testbed import proc
 from testbed.warm import WarmParent
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from testbed.hosts import Host
     from testbed.warm import WarmProcess
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
+_KILLED_S = 20.0  # until a process that was killed is gone: it frees its memory first
 _reserved: list[socket.socket] = []
 
 
@@ -142,9 +146,9 @@ class Output:
                 raise TimeoutError(f"{why}, never said {text!r}:\n{self.text[-6000:]}")
 
     def end(self) -> None:
-        """Kill it and its session, if it still runs, and give its descriptor back.
+        """Kill it and its group, if it still runs, and give its descriptor back.
 
-        Twice is once.
+        Returns when all of them are gone. Twice is once.
         """
         if self.pidfd < 0:
             return
@@ -152,5 +156,29 @@ class Output:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+            _await_end_of_group(self.process.pid)
         os.close(self.pidfd)
         self.pidfd = -1  # the number is soon that of something else
+
+
+def _await_end_of_group(leader: int) -> None:
+    """Until those who were killed with it are gone, too. Raises TimeoutError."""
+    deadline = time.monotonic() + _KILLED_S
+    while members := proc.group(leader):
+        for pid in members:
+            with contextlib.suppress(ProcessLookupError), _pidfd(pid) as pidfd:
+                left_s = max(0.0, deadline - time.monotonic())
+                if not select.select([pidfd], [], [], left_s)[0]:
+                    raise TimeoutError(
+                        f"{pid} was killed, and is still there: {proc.threads_of(pid)}"
+                    )
+
+
+@contextlib.contextmanager
+def _pidfd(pid: int) -> Iterator[int]:
+    """Raises ProcessLookupError: it is gone."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        yield pidfd
+    finally:
+        os.close(pidfd)

@@ -18,7 +18,7 @@ import pytest
 from testbed.facts import facts_in
 from testbed.hosts import Hosts, missing
 from testbed.job import SCRIPTS, Job, job
-from testbed.proc import descendants, marked, state_of
+from testbed.proc import MARK_ENV, descendants, marked, state_of
 from testbed.processes import ROOT, TORCHRUNS, Finished, Output, environment, free_port
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 __all__ = [
+    "MARK_ENV",
     "ROOT",
     "SCRIPTS",
     "TORCHRUNS",
