@@ -176,9 +176,8 @@ class MirrorSource:
             self._offer_next(now)
         if self._transfer is None and now >= self._word_at and not self._is_silent:
             self._word_at = now + WORD_S
-            self._send(
-                Answer(0, LATER)
-            )  # to nothing: else the connection is closed as a stranger's
+            # an answer to nothing: else the connection would be closed as a stranger's
+            self._send(Answer(0, LATER))
         return self._look_at if self._transfer is None else self._heard_at + SILENT_S
 
     def _give_up_waiting(self) -> None:
