@@ -55,6 +55,10 @@ class Arena:
     One writer at a time, any number of readers.
     """
 
+    # also of one whose constructor was interrupted
+    _memory: Memory | None = None
+    _fd = -1
+
     def __init__(self, memory: Memory | None, fd: int = -1, problem: str = "") -> None:
         """`memory`: None, if what is behind the descriptor is no arena; then there is a problem."""
         self._memory, self._fd, self._problem = memory, fd, problem
@@ -66,8 +70,8 @@ class Arena:
     def create(cls, shard_bytes: int, file: int | None = None) -> "Arena":
         """A new, empty arena for a state of `shard_bytes`: twice that and 1 %, allocated at once.
 
-        `file`: an empty one (`node_memory.empty_file`) to make it in; its descriptor then belongs
-        to the result. Default: a new one.
+        `file`: an empty one (`node_memory.empty_file`) to make it in. Default: a new one. Whoever
+        is interrupted in here has it as it was, or without an arena; then it can be made empty.
 
         Raises:
             ArenaError: the node has not as much memory; the text says what limits it.
@@ -75,19 +79,23 @@ class Arena:
         """
         capacity = capacity_for(shard_bytes)
         size = PAGE_BYTES + 2 * capacity
-        fd = node_memory.empty_file("taskd-arena") if file is None else file
+        fd = node_memory.empty_file("taskd-arena") if file is None else os.dup(file)
         try:
             node_memory.fill(fd, size)
-            return cls(Memory.format(fd, capacity, copier()))
-        except ArenaError:
+            memory = Memory.format(fd, capacity, copier())
+            arena = cls(memory)
+            # Last: what is sealed cannot be made empty again, and so has to be an arena.
+            node_memory.fix(fd)
+        except BaseException as error:
             os.close(fd)
+            if isinstance(error, OSError):
+                raise ArenaError(
+                    f"no node memory for snapshots: {node_memory.human(size)} could not "
+                    f"be mapped: {error.strerror}; raise ulimit -v"
+                ) from error
             raise
-        except OSError as error:
-            os.close(fd)
-            raise ArenaError(
-                f"no node memory for snapshots: {node_memory.human(size)} could not "
-                f"be mapped: {error.strerror}; raise ulimit -v"
-            ) from error
+        memory.take(fd)
+        return arena
 
     @classmethod
     def attach(cls, fd: int) -> "Arena":

@@ -83,11 +83,16 @@ class SlotWords:
 
 
 class Memory:
-    """An arena, mapped; it owns its descriptor, and lives as long as whoever reads or writes it."""
+    """An arena, mapped; it lives as long as whoever reads or writes it.
+
+    Owns its descriptor from `take` on.
+    """
+
+    fd = -1  # also of one whose constructor was interrupted
 
     def __init__(self, fd: int, capacity: int, copier: Copier) -> None:
         """`capacity`: bytes of one buffer. Raises OSError: it cannot be mapped."""
-        self.fd, self.capacity, self.copier = fd, capacity, copier
+        self.capacity, self.copier = capacity, copier
         size = PAGE_BYTES + 2 * capacity
         self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         with suppress(OSError, AttributeError):
@@ -98,6 +103,10 @@ class Memory:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         # sequence of a snapshot whose tensors did not fit their checksums -> why
         self.damaged: dict[int, str] = {}
+
+    def take(self, fd: int) -> None:
+        """From now on its descriptor is closed with it."""
+        self.fd = fd
 
     @classmethod
     def format(cls, fd: int, capacity: int, copier: Copier) -> "Memory":
@@ -113,7 +122,7 @@ class Memory:
 
     @property
     def is_closed(self) -> bool:
-        """Whether `close` was called."""
+        """Whether `close` was called, or it owns no descriptor yet."""
         return self.fd < 0
 
     def close(self, *, is_discarded: bool = False) -> None:
@@ -133,10 +142,8 @@ class Memory:
             os.close(fd)
 
     def __del__(self) -> None:
-        # the constructor failed: the descriptor is still the caller's
-        with suppress(AttributeError):
-            if not self.is_closed:
-                self.close()
+        if not self.is_closed:
+            self.close()
 
     # ------------------------------------------------------------ bytes
 
@@ -307,7 +314,9 @@ def open_memory(fd: int) -> Memory:
             f"it has {status.st_size} bytes, two buffers of {capacity} bytes were "
             "expected: it was cut"
         )
-    return Memory(fd, capacity, copier)
+    memory = Memory(fd, capacity, copier)
+    memory.take(fd)
+    return memory
 
 
 def sum_of_bytes(copier: Copier, data: bytes) -> int:

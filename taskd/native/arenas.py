@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from taskd.errors import ArenaError
 from taskd.native import node_memory
 from taskd.native.arena import PAGE_BYTES, Arena
+from taskd.native.arena_memory import open_memory
 
 FILES = 3  # optimizer memory that is made in the first step, and one more change of the model
 
@@ -56,15 +57,34 @@ class Arenas:
             if os.fstat(descriptor).st_size and descriptor not in self._open:
                 node_memory.empty(descriptor)
             if os.fstat(descriptor).st_size == 0:
-                arena = Arena.create(shard_bytes, os.dup(descriptor))
-                self._open[descriptor] = arena
-                return arena
+                try:
+                    self._open[descriptor] = Arena.create(shard_bytes, descriptor)
+                except BaseException:  # interrupted, too
+                    self._withdraw(descriptor)
+                    raise
+                return self._open[descriptor]
         raise ArenaError(
             "the state has outgrown its memory for snapshots "
             f"{len(self.descriptors) - 1} times, and there is no further one: "
             "build all parameter groups before the first snapshot, or start the job "
             "again"
         )
+
+    def _withdraw(self, descriptor: int) -> None:
+        """Whoever made an arena there did not come to the end: the file is empty again.
+
+        Nobody has mapped it, unless the arena is whole: then it stays, and is used.
+        """
+        if not os.fstat(descriptor).st_size:
+            return
+        fd = os.dup(descriptor)
+        try:
+            open_memory(fd).close()
+        except ArenaError:
+            os.close(fd)
+            os.ftruncate(descriptor, 0)
+        except OSError:
+            os.close(fd)  # nobody can tell now
 
     def require(self, wanted: int) -> None:
         """Raises ArenaError: there is not as much memory for an arena."""

@@ -108,6 +108,20 @@ def seal(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
 
 
+def fix(fd: int) -> None:
+    """From now on the file has this size, see `is_fixed`.
+
+    Raises ArenaError: it cannot be sealed.
+    """
+    try:
+        if not is_named(fd):
+            seal(fd)
+    except OSError as error:
+        raise ArenaError(
+            f"no node memory for snapshots: a file cannot be sealed: {error.strerror}"
+        ) from error
+
+
 def require(wanted: int, total: int | None = None, done: int = 0, *, fd: int = -1) -> None:
     """Raises ArenaError.
 
@@ -127,7 +141,7 @@ def require(wanted: int, total: int | None = None, done: int = 0, *, fd: int = -
 
 
 def fill(fd: int, size: int) -> None:
-    """Give an empty file `size` bytes, all allocated, and seal it against changes of its size.
+    """Give an empty file `size` bytes, all allocated.
 
     Raises:
         ArenaError: there is not as much memory. The file is empty again.
@@ -138,8 +152,6 @@ def fill(fd: int, size: int) -> None:
             piece = min(_PIECE_BYTES, size - start)
             require(piece, size, start, fd=fd)
             os.posix_fallocate(fd, start, piece)
-        if not is_named(fd):
-            seal(fd)
     except (OSError, ArenaError) as error:
         with suppress(OSError):
             os.ftruncate(fd, 0)

@@ -95,7 +95,7 @@ def form(turns: Turns) -> bool:
             lambda: found.append(Memory.format(descriptor, capacity, copier()))
         )
     finally:
-        found[0].close()
+        os.close(descriptor)
 
 
 def discard(turns: Turns) -> bool:
