@@ -23,34 +23,23 @@ def fill(folder: pathlib.Path) -> pathlib.Path:
     return path
 
 
-@contextlib.contextmanager
-def small_disk(path: pathlib.Path, kilobytes: int, *options: str) -> Iterator[None]:
+def small_disk(
+    path: pathlib.Path, kilobytes: int, *options: str
+) -> contextlib.AbstractContextManager[None]:
     """A file system of its own. Needs root."""
     path.mkdir(exist_ok=True)
-    command = [
-        "mount",
-        "-t",
-        "tmpfs",
-        "-o",
-        ",".join((f"size={kilobytes}k", *options)),
-        "tmpfs",
-        str(path),
-    ]
-    if (
-        os.geteuid() != 0
-        or subprocess.run(command, capture_output=True, check=False).returncode != 0
-    ):
-        pytest.skip("needs the right to mount")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
+    every = ",".join((f"size={kilobytes}k", *options))
+    return _mounted(path, "-t", "tmpfs", "-o", every, "tmpfs")
+
+
+def undeletable(path: pathlib.Path) -> contextlib.AbstractContextManager[None]:
+    """A folder that not even root can rename or delete. Needs root."""
+    return _mounted(path, "--bind", str(path))
 
 
 @contextlib.contextmanager
-def undeletable(path: pathlib.Path) -> Iterator[None]:
-    """A folder that not even root can rename or delete. Needs root."""
-    command = ["mount", "--bind", str(path), str(path)]
+def _mounted(path: pathlib.Path, *arguments: str) -> Iterator[None]:
+    command = ["mount", *arguments, str(path)]
     if (
         os.geteuid() != 0
         or subprocess.run(command, capture_output=True, check=False).returncode != 0

@@ -6,18 +6,18 @@ when steps are committed within such a pass: passes without a commit (a validati
 any case.
 """
 
-import functools
 import logging
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import dataloader, sampler
+from torch.utils.data import sampler
 
-from taskd.worker import internals
 from taskd.worker.life import Life, current
 from taskd.worker.objects.roles import tensors_in
+from taskd.worker.state import passes
 
 log = logging.getLogger(__name__)
 
@@ -30,36 +30,21 @@ _is_said = False
 
 
 def install() -> None:
-    """Wrap the iterators of torch's DataLoader, those of torchdata among them."""
-    kind = getattr(dataloader, "_BaseDataLoaderIter", None)
-    if not internals.has("the iterators of a DataLoader", (kind, "__next__"), (kind, "_reset")):
-        return
-    assert kind is not None
-    if getattr(kind.__init__, _MARK, False):
-        return
-    original_init, original_reset, original_next = kind.__init__, kind._reset, kind.__next__
+    """Look at the passes of torch's DataLoader."""
+    passes.watch(_MARK, _begin, _follow)
 
-    @functools.wraps(original_init)
-    def begin(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-        version = _version_if_drawn(loader)
-        original_init(self, loader, *args, **kwargs)
-        setattr(self, _MARK, version)
 
-    @functools.wraps(original_reset)
-    def reset(self: Any, loader: Any, first_iter: bool = False) -> None:
-        if not first_iter:
-            setattr(self, _MARK, _version_if_drawn(loader))
-        original_reset(self, loader, first_iter)
+def _begin(iterator: Any, loader: Any, draw: Callable[[], None]) -> None:
+    version = _version_if_drawn(loader)
+    draw()
+    setattr(iterator, _MARK, version)
 
-    @functools.wraps(original_next)
-    def following(self: Any) -> Any:
-        version = getattr(self, _MARK, None)
-        if version is not None:
-            _say_if_committed(self, version)
-        return original_next(self)
 
-    setattr(begin, _MARK, True)
-    kind.__init__, kind._reset, kind.__next__ = begin, reset, following
+def _follow(iterator: Any, draw: Callable[[], object]) -> object:
+    version = getattr(iterator, _MARK, None)
+    if version is not None:
+        _say_if_committed(iterator, version)
+    return draw()
 
 
 def _version_if_drawn(loader: Any) -> int | None:

@@ -9,17 +9,15 @@ generator once in a step, and never draws.
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import dataloader
 
-from taskd.worker import internals
 from taskd.worker.life import Life, current
+from taskd.worker.state import passes
 from taskd.worker.state.data_order import is_kept
 from taskd.worker.state.logbook import logbook_of
 
@@ -112,35 +110,8 @@ class StepRandoms:
 
 
 def install() -> None:
-    """Wrap the iterators of torch's DataLoader, those of torchdata among them."""
-    kind = getattr(dataloader, "_BaseDataLoaderIter", None)
-    if not internals.has("the iterators of a DataLoader", (kind, "__next__"), (kind, "_reset")):
-        return
-    assert kind is not None
-    if getattr(kind.__init__, _MARK, False):
-        return
-    original_init, original_reset, original_next = kind.__init__, kind._reset, kind.__next__
-
-    @functools.wraps(original_init)
-    def begin(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-        _begin(self, loader, lambda: original_init(self, loader, *args, **kwargs))
-
-    @functools.wraps(original_reset)
-    def reset(self: Any, loader: Any, first_iter: bool = False) -> None:
-        if first_iter:
-            original_reset(self, loader, first_iter)
-        else:
-            _begin(self, loader, lambda: original_reset(self, loader, first_iter))
-
-    @functools.wraps(original_next)
-    def following(self: Any) -> Any:
-        begun = getattr(self, _MARK, None)
-        if begun is None:
-            return original_next(self)
-        return _follow(begun, functools.partial(original_next, self))
-
-    setattr(begin, _MARK, True)
-    kind.__init__, kind._reset, kind.__next__ = begin, reset, following
+    """Look at the passes of torch's DataLoader."""
+    passes.watch(_MARK, _begin, _follow)
 
 
 def _begin(iterator: Any, loader: Any, draw: Callable[[], None]) -> None:
@@ -151,8 +122,10 @@ def _begin(iterator: Any, loader: Any, draw: Callable[[], None]) -> None:
     setattr(iterator, _MARK, None if watch is None else watch.begin(draw))
 
 
-def _follow(begun: _Pass, draw: Callable[[], object]) -> object:
-    """The next batch."""
+def _follow(iterator: Any, draw: Callable[[], object]) -> object:
+    begun: _Pass | None = getattr(iterator, _MARK, None)
+    if begun is None:
+        return draw()
     life = current()
     watch: StepRandoms | None = None if life is None else life.records.step_randoms
     if life is None or watch is None or watch.is_done or not _is_main():
