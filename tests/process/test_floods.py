@@ -162,7 +162,7 @@ def test_what_strangers_write_into_the_log_is_bounded(tmp_path: pathlib.Path) ->
             await_message(client, messages.HeartbeatAck)
             client.dealer.close()
         assert job.manager is not None
-        job.manager.process.terminate()
+        job.manager.process.send_signal(signal.SIGTERM)
         finished = job.manager.wait(LIMIT_S)
         (summary,) = [line for line in finished.output.splitlines() if "refused in all" in line]
         assert "foreign 5000" in summary
