@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 from typing import TYPE_CHECKING
@@ -13,6 +14,9 @@ from tests.descriptors import none_free
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+_DEADLINE_S = 30.0
 
 
 @pytest.fixture
@@ -84,6 +88,7 @@ def test_without_a_free_descriptor_it_stays_and_looks_again(
         (_, door) = starter.fds
         asking = threading.Thread(target=ask_to_leave, args=("test-descriptors", "127.0.0.1:9601"))
         asking.start()
+        assert select.select([door], [], [], _DEADLINE_S)[0], "who asks needs a descriptor, too"
         with none_free():
             assert not starter.ends([door], {0}, 10.0)
         assert "cannot be answered: [Errno 24] Too many open files" in caplog.text
