@@ -144,6 +144,10 @@ class Agent:
     def hears(self, message: messages.Message) -> None:
         """The manager says this to it."""
         envelope = codec.Envelope("job", "manager", None, None, "manager", 0, 1, "test")
+        until = time.monotonic() + _DEADLINE_S
+        while not self.connection._dealer.connection:  # that it is there ends a wait, too
+            assert time.monotonic() < until
+            self.connection.poll(0.1)
         assert self._manager.send(self._peer, codec.encode(envelope, message))
         self.connection.beat_at = float("inf")  # nothing but this ends the wait
         self.connection.poll(_DEADLINE_S)
