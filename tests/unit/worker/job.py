@@ -76,6 +76,18 @@ class Job:
         )
         self.life.interrupts.is_held = False
 
+    def run(self, function):
+        """Enter it again and again, until it has a result or its state is torn.
+
+        Returns (result, report).
+        """
+        self.resume(None)
+        while True:
+            result, report = self.enter(function)
+            if result is not None or not report.clean:
+                return result, report
+            self.resume(report.version)
+
     def replace(self):
         """This process plays the replacement of the rank.
 

@@ -125,12 +125,8 @@ def ids_of(variant, stops, *, rank=0):
         return trained
 
     try:
-        job.resume(None)
-        while True:
-            result, report = job.enter(entry)
-            if result:
-                return result
-            job.resume(report.version)
+        result, _ = job.run(entry)
+        return result
     finally:
         job.close()
 

@@ -233,15 +233,11 @@ def train(script, stops, *, rank=0, objects=dict):
         torch.manual_seed(3)
         state = TrainState(model=nn.Linear(1, 1), epoch=0, batch=0, random=None, **objects())
         script.run(state, stops, trained)
-        return True
+        return trained
 
     try:
-        job.resume(None)
-        while True:
-            result, report = job.enter(entry)
-            if result:
-                return trained
-            job.resume(report.version)
+        result, _ = job.run(entry)
+        return result
     finally:
         job.close()
 

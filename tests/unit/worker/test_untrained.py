@@ -84,12 +84,7 @@ def train(
             state.commit()
         return digest(model)
 
-    job.resume(None)
-    while True:
-        result, report = job.enter(entry)
-        if result is not None or not report.clean:
-            return result, report
-        job.resume(report.version)
+    return job.run(entry)
 
 
 @pytest.mark.parametrize("owned", ["all", "trained"])
