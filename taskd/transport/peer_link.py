@@ -162,22 +162,26 @@ def _towards(store: Any, key: str, until: float) -> socket.socket:
 def _accept(listener: socket.socket, token: bytes, until: float) -> socket.socket:
     """The connection of who knows the token. Strangers are turned away, also silent ones."""
     listener.setblocking(False)
-    unheard: list[socket.socket] = []
+    unheard: dict[socket.socket, bytes] = {}  # what has come on each, the oldest first
     try:
         while (left_s := until - _CLOCK.now()) > 0:
             _wait(dict.fromkeys([listener, *unheard], select.POLLIN), min(_LOOK_S, left_s))
             with contextlib.suppress(BlockingIOError):
-                unheard.append(listener.accept()[0])
-            for connection in list(unheard):
-                said = _said(connection, len(token))
-                if said is None:
+                unheard[listener.accept()[0]] = b""
+            for connection, former in list(unheard.items()):
+                more = _said(connection, len(token) - len(former))
+                if more is None:
                     continue
-                unheard.remove(connection)
-                if secrets.compare_digest(said, token):
+                unheard[connection] = former + more
+                if more and len(unheard[connection]) < len(token):
+                    continue
+                if secrets.compare_digest(unheard.pop(connection), token):
                     return connection
                 connection.close()
             if len(unheard) > _MOST_UNHEARD:
-                unheard.pop(0).close()
+                oldest = next(iter(unheard))
+                del unheard[oldest]
+                oldest.close()
         raise TimeoutError("nobody has connected")
     finally:
         for connection in unheard:
@@ -185,7 +189,7 @@ def _accept(listener: socket.socket, token: bytes, until: float) -> socket.socke
 
 
 def _said(connection: socket.socket, size: int) -> bytes | None:
-    """The first words on a connection, b"" if it has ended; None: nothing yet."""
+    """What has come on a connection, b"" if it has ended; None: nothing yet."""
     connection.setblocking(False)
     try:
         return connection.recv(size)

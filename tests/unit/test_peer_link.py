@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from taskd.transport import peer_link
 from taskd.transport.peer_link import PeerLink
 
 LIMIT_S = 20.0
@@ -158,6 +159,26 @@ def test_a_stranger_is_turned_away(said: bytes) -> None:
     assert _receive(links[0], 1) == [b"of 1"]
     for link in links.values():
         link.close()
+
+
+def test_a_token_in_two_parts_is_one() -> None:
+    """TCP keeps no bounds of what is said."""
+    token, found = bytes(range(16)), []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept() -> None:
+            found.append(peer_link._accept(listener, token, time.monotonic() + LIMIT_S))
+
+        waiting = threading.Thread(target=accept)
+        waiting.start()
+        with socket.create_connection(listener.getsockname(), LIMIT_S) as speaker:
+            speaker.sendall(token[:5])
+            waiting.join(0.1)
+            assert waiting.is_alive()
+            speaker.sendall(token[5:])
+            waiting.join(LIMIT_S)
+            (connection,) = found
+            connection.close()
 
 
 def test_nobody_there() -> None:
