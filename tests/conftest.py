@@ -6,6 +6,7 @@ Which tests run when; and random histories have a seed that everybody can read.
 import os
 import pathlib
 import secrets
+import signal
 
 import hypothesis
 import pytest
@@ -15,6 +16,14 @@ from tests import lanes
 # Otherwise gloo looks up the host's name for each group; where no resolver answers, that takes 10 s
 # each time.
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+# In the background of a script they are ignored, and would be in all that tests start.
+for _number, _usual in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGQUIT, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, _usual)
 
 # Examples have no limit of time: a busy machine is no reason to fail. CI runs the same ones each
 # time; HYPOTHESIS_PROFILE=fresh looks for new ones.

@@ -383,6 +383,12 @@ _OF: dict[str, dict[str, str]] = {
     "tests/process/test_spawn.py": {
         "test_libraries_have_the_number_of_threads_*[[][MG]*": "[OPENBLAS] has another name",
         "test_looks_like_a_fresh_interpreter[[]exec-*": "[fork-*]: the same code after the fork",
+        "test_looks_like_a_fresh_interpreter[[]fork-loader by spawn]": (
+            "[fork-pool by spawn], [fork-loader by fork]"
+        ),
+        "test_looks_like_a_fresh_interpreter[[]fork-probe two threads]": (
+            "[fork-pools of two threads]"
+        ),
         "test_looks_like_a_fresh_interpreter[[]preloaded-*": (
             "[fork-*]: the same code after the fork; test_preloading.py starts replacements so"
         ),

@@ -314,16 +314,24 @@ def _run_plainly(job: dict[str, Any], prefix: tuple[str, ...] = ()) -> int:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """Of the programs that are asked for; many import torch."""
     base = tmp_path_factory.mktemp("programs").resolve()
-    return {name: base / re.sub(r"\W", "_", name) for name in PROGRAMS}
+    asked = {
+        item.callspec.params.get("name")
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and "ours" in item.fixturenames
+    }
+    return {name: base / re.sub(r"\W", "_", name) for name in PROGRAMS if name in asked}
 
 
 @pytest.fixture(scope="module")
 def plain(folders: dict[str, Path]) -> dict[str, Outcome]:
     return {
-        name: _collect(folders[name], _run_plainly(_prepare(program, folders[name])))
-        for name, program in PROGRAMS.items()
+        name: _collect(folder, _run_plainly(_prepare(PROGRAMS[name], folder)))
+        for name, folder in folders.items()
     }
 
 
@@ -345,10 +353,10 @@ def _run_ours(
     jobs = [_prepare(PROGRAMS[name], folder) for name, folder in folders.items()]
     paths = [scratch / name for name in ("jobs.json", "results.json")]
     paths[0].write_text(json.dumps(jobs), encoding="utf-8")
-    env = dict(jobs[0]["env"])
-    # as torchrun is usually started: it sets the variable only for its workers
-    del env["OMP_NUM_THREADS"]
-    del env["EXTRA"]
+    own = PROGRAMS[next(iter(folders))].env
+    # as torchrun is usually started: it sets OMP_NUM_THREADS only for its workers
+    left_out = {*own, "OMP_NUM_THREADS"}
+    env = {name: value for name, value in jobs[0]["env"].items() if name not in left_out}
     command = [
         *prefix,
         sys.executable,
