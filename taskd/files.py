@@ -30,6 +30,19 @@ def append(path: str | os.PathLike[str], lines: Iterable[str]) -> None:
         file.writelines(line + "\n" for line in lines)
 
 
+def read_lines(path: str | os.PathLike[str], most_bytes: int) -> list[str]:
+    """The lines of a regular file. Raises OSError, also if it has more than `most_bytes`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    status = os.fstat(descriptor)
+    is_regular = stat.S_ISREG(status.st_mode)
+    if not is_regular or status.st_size > most_bytes:
+        os.close(descriptor)
+        problem = f"has {status.st_size} bytes" if is_regular else "is no regular file"
+        raise OSError(0, problem, os.fspath(path))
+    with open(descriptor, encoding="utf-8", errors="backslashreplace") as file:
+        return file.read().splitlines()
+
+
 def write_new(path: str | os.PathLike[str], lines: Iterable[str], mode: int) -> None:
     """Make a file that does not exist yet, not even as a link. Raises OSError."""
     descriptor = os.open(path, _FLAGS | os.O_EXCL, mode)

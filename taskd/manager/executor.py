@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_BEGUN = (commands.Resume, commands.RestartGroup)  # the end of this recovery is yet to be seen
 _BESIDE = (commands.Pair, commands.ReturnMirrors)  # recoveries go on without them
 
 
@@ -62,6 +63,10 @@ class Executor:
                     dropped = error
         if dropped is not None:
             self._give_up(dropped)
+        elif any(isinstance(command, _BEGUN) for command in orders):
+            with self._guarded.surviving("the record of a recovery that is under way"):
+                why = "the manager ended before every rank was known to have made a new step"
+                self._records.begin(self._guarded.machine.unfinished_record(why))
         if self._identity is not None:
             self._identity.generation = self._guarded.machine.generation
 

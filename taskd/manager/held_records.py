@@ -3,11 +3,15 @@
 The alarm of a death comes milliseconds after it, and a recovery may be over before the kernel has
 taken a large process down and says how it ended. A record goes out complete, or after
 `patience_s` as it is. They go out in order.
+
+Those that wait, and that of the recovery under way, are in a file: a manager that is killed leaves
+them to the next one in the same directory.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -39,17 +43,31 @@ class HeldRecords:
         self._clock = clock
         self._patience_s = patience_s
         self._held: deque[_Held] = deque()
+        self._begun: _Held | None = None  # the recovery under way, as if its end were never seen
 
     @property
     def next_deadline(self) -> float | None:
         """When `turn` has something to do; None: nothing is held."""
         return self._held[0].until if self._held else None
 
+    def take_over(self) -> None:
+        """Write what an earlier manager has left."""
+        self._records.take_over()
+
+    def begin(self, record: RecoveryRecord | None) -> None:
+        """A recovery is under way: its record if no other one comes. None: nothing is known."""
+        self._begun = None
+        if record is not None:
+            self._begun = _Held(record, self._records.wall_time(), math.inf)
+        self._keep()
+
     def take(self, record: RecoveryRecord) -> None:
         """A recovery is over."""
         until = self._clock.now() + self._patience_s
         self._held.append(_Held(record, self._records.wall_time(), until))
+        self._begun = None
         self.turn()
+        self._keep()
 
     def learn(self, known: Fault) -> None:
         """How a process ended. Nothing if no record waits for it."""
@@ -68,10 +86,22 @@ class HeldRecords:
             self._write_first()
 
     def write_all(self) -> None:
-        """The manager is about to end."""
+        """Those of recoveries that are over; the job is about to end."""
         while self._held:
             self._write_first()
+
+    def end(self) -> None:
+        """The manager ends, and will not see how the recovery under way ends."""
+        if self._begun is not None:
+            self._held.append(self._begun)
+            self._begun = None
+        self.write_all()
 
     def _write_first(self) -> None:
         held = self._held.popleft()
         self._records.recovery(held.record, held.wall_time)
+        self._keep()
+
+    def _keep(self) -> None:
+        waiting = [*self._held, *([] if self._begun is None else [self._begun])]
+        self._records.keep_unwritten([(held.record, held.wall_time) for held in waiting])

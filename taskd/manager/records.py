@@ -1,14 +1,14 @@
 """What stays of a recovery: the line for people, the JSON record, the story for replay.
 
-Owns the files recoveries.jsonl and story-<generation>.jsonl in the log directory. A directory that
-cannot be written costs one warning, never the job.
+Owns the files recoveries.jsonl, recoveries.unwritten.jsonl and story-<generation>.jsonl in the log
+directory. A directory that cannot be written costs one warning, never the job.
 """
 
 import dataclasses
 import json
 import logging
 import pathlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from taskd import files
@@ -21,6 +21,9 @@ from taskd.log import make_directory
 log = logging.getLogger(__name__)
 
 _ENDED = frozenset({Outcome.DUMP_OR_EXIT.value, Outcome.EXIT_ONLY.value})
+_WRITTEN = "recoveries.jsonl"
+_UNWRITTEN = "recoveries.unwritten.jsonl"
+_UNWRITTEN_BYTES = 64 << 20  # a record of 8,192 ranks has less than 1 MB, with stacks 10
 _KEPT_STORIES = 20  # each holds everything up to its recovery; at most 3 MB each, so 60 MB
 _PHASES = ("detect", "decide", "quiesce", "respawn", "groups", "state", "first_step")
 
@@ -120,18 +123,14 @@ class Records:
         self.wall_time = wall_time
         self._stories: list[pathlib.Path] = []
         self._is_failed = False
+        self._is_kept = False  # there is a file of what is unwritten
 
     def recovery(self, record: RecoveryRecord, time: float) -> None:
         """The JSON record of this time, the line, and the stacks of those that left some.
 
         In this order: whoever has seen the line finds the record.
         """
-        own = {item.name: getattr(record, item.name) for item in dataclasses.fields(record)}
-        plain = {"job_id": self._job_id, "time": time, **own}
-        plain["skipped"] = [{"strategy": name, "why": why} for name, why in record.skipped]
-        self._write(
-            "recoveries.jsonl", [json.dumps(plain, default=dataclasses.asdict)], files.append
-        )
+        self._write(_WRITTEN, [self._line(record, time)], files.append)
         if record.steps_redone:
             log.error("%s. Committed steps were lost and are done again", describe(record))
         elif (
@@ -148,6 +147,59 @@ class Records:
         for fault in record.faults:
             for line in (fault.traceback or "").splitlines():
                 log.info("  rank %d: %s", fault.rank, line)
+
+    def _line(self, record: RecoveryRecord, time: float) -> str:
+        own = {item.name: getattr(record, item.name) for item in dataclasses.fields(record)}
+        plain = {"job_id": self._job_id, "time": time, **own}
+        plain["skipped"] = [{"strategy": name, "why": why} for name, why in record.skipped]
+        return json.dumps(plain, default=dataclasses.asdict)
+
+    def keep_unwritten(self, waiting: Sequence[tuple[RecoveryRecord, float]]) -> None:
+        """What `take_over` finds if this process is killed, in place of what was kept before.
+
+        Args:
+            waiting: records that are to be written later, with their times.
+        """
+        if waiting:
+            lines = [self._line(record, time) for record, time in waiting]
+            self._is_kept = self._write(_UNWRITTEN, lines, files.replace) is not None
+        elif self._is_kept:
+            self._is_kept = False
+            with suppress(OSError):
+                (self._directory / _UNWRITTEN).unlink()
+
+    def take_over(self) -> None:
+        """Write the records that a manager of this job has left, which was killed."""
+        path = self._directory / _UNWRITTEN
+        try:
+            lines = files.read_lines(path, _UNWRITTEN_BYTES)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            log.warning("%s: what an earlier manager has left is not read: %s", path, error)
+            return
+        ours = [(line, found) for line in lines if (found := self._ours(line)) is not None]
+        if not ours or self._write(_WRITTEN, [line for line, _ in ours], files.append) is None:
+            return
+        with suppress(OSError):
+            path.unlink()
+        for _, (generation, strategy) in ours:
+            log.warning(
+                "the manager before this one was killed before it had written the record of "
+                "generation %d (%s): it is in recoveries.jsonl now",
+                generation,
+                strategy,
+            )
+
+    def _ours(self, line: str) -> tuple[int, str] | None:
+        """Generation and strategy of a record of this job; None: it is none."""
+        try:
+            found = json.loads(line)
+            if found["job_id"] == self._job_id:
+                return int(found["generation"]), str(found["strategy"])
+        except (ValueError, TypeError, KeyError):
+            pass
+        return None
 
     def story(self, generation: int, lines: Iterable[str]) -> None:
         """The story so far, fit for `python -m taskd.replay`."""

@@ -159,11 +159,12 @@ class Service:
         with contextlib.ExitStack() as stack:
             stack.callback(self._link.close)
             signals = stack.enter_context(_signals())
+            self._records.take_over()
             while self.result is None:
                 asked = self.turn(signals)
                 if asked is not None and self._ends(asked):
                     self._executor.result = True
-            self._records.write_all()
+            self._records.end()
             if self._executor.ended is not None:
                 self._spares.dismiss(
                     succeeded=self._executor.ended.succeeded, reason=self._executor.ended.reason

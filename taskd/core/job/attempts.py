@@ -5,6 +5,7 @@ recovery is one generation.
 """
 
 from taskd.core import commands as do
+from taskd.core.commands import RecoveryRecord
 from taskd.core.events import WorkerRecovered
 from taskd.core.faults import TimedFault, describe
 from taskd.core.job.record import Attempt, StartedAnew, duration_of
@@ -53,6 +54,20 @@ def open_attempt(job: JobState) -> Attempt | None:
     if restarted is None:
         return job.attempt
     return restarted.attempt if _is_open(job, restarted) else None
+
+
+def unfinished_record(job: JobState, why: str) -> RecoveryRecord | None:
+    """What there is to tell of the recovery under way if its end is never seen, because of `why`.
+
+    None: there is none, or its end was seen.
+    """
+    attempt = open_attempt(job)
+    if attempt is None:
+        return None
+    restarted = job.restarted
+    generation = job.generation if restarted is None else restarted.generation
+    used = job.budget.used if restarted is None else restarted.restarts_used
+    return attempt.record(job.now, generation, used, job.membership.max_restarts, why)
 
 
 def _is_open(job: JobState, restarted: StartedAnew) -> bool:

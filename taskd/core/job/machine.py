@@ -52,8 +52,10 @@ Hard cases:
 from collections.abc import Iterable
 
 from taskd.core import events as ev
+from taskd.core.commands import RecoveryRecord
 from taskd.core.job import (
     absence,
+    attempts,
     clock,
     dump,
     elastic,
@@ -359,6 +361,13 @@ class RecoveryMachine(Machine[JobState]):
         Ask before `refusal`; `handle` it all the same: the other one is doubted from then on.
         """
         return event.is_substitute and self._state.membership.is_held(event)
+
+    def unfinished_record(self, why: str) -> RecoveryRecord | None:
+        """The record of the recovery under way if no other one follows, because of `why`.
+
+        None: there is none.
+        """
+        return attempts.unfinished_record(self._state, why)
 
     def next_deadline(self, *, with_leases: bool = True) -> float | None:
         """When `Tick` is due, on the clock of the events; None: nothing is waited for.
