@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_BEGUN = (commands.Resume, commands.RestartGroup)  # the end of this recovery is yet to be seen
 _BESIDE = (commands.Pair, commands.ReturnMirrors)  # recoveries go on without them
 
 
@@ -63,10 +62,6 @@ class Executor:
                     dropped = error
         if dropped is not None:
             self._give_up(dropped)
-        elif any(isinstance(command, _BEGUN) for command in orders):
-            with self._guarded.surviving("the record of a recovery that is under way"):
-                why = "the manager ended before every rank was known to have made a new step"
-                self._records.begin(self._guarded.machine.unfinished_record(why))
         if self._identity is not None:
             self._identity.generation = self._guarded.machine.generation
 
@@ -88,14 +83,10 @@ class Executor:
                 self._outbox.order(command, [command.node_rank])
             case commands.RepeatOrder():
                 self._outbox.order(command.order, [command.node_rank])
-            case (
-                commands.Interrupt()
-                | commands.Advance()
-                | commands.Resume()
-                | commands.RestartGroup()
-                | commands.Release()
-                | commands.Dump()
-            ):
+            case commands.Interrupt() | commands.Advance() | commands.Release() | commands.Dump():
+                self._outbox.order(command)
+            case commands.Resume() | commands.RestartGroup():
+                self._begin_record()
                 self._outbox.order(command)
             case commands.GiveUp():
                 self._records.write_all()
@@ -116,6 +107,12 @@ class Executor:
                 _report(command)
             case _:
                 raise TypeError(f"{type(command).__name__} is no command for a manager")
+
+    def _begin_record(self) -> None:
+        """The end of this recovery is yet to be seen, which another manager may do."""
+        with self._guarded.surviving("the record of a recovery that is under way"):
+            why = "the manager ended before every rank was known to have made a new step"
+            self._records.begin(self._guarded.machine.unfinished_record(why))
 
     def depose(self, reason: str) -> None:
         """The agents obey another manager, or are about to elect one."""
