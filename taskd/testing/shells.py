@@ -301,7 +301,9 @@ class SimulatedAgent:
             return
         start = self._starts.setdefault(rank, self._world.newest_start)
         if command.start is not None:
-            start = self._starts[rank] = self._world.newest_start = command.start
+            start = self._starts[rank] = command.start
+            if self.address[0] == 0:  # it has the store of each start, and writes down the newest
+                self._world.newest_start = start
         worker = SimulatedWorker(
             self._world,
             command,

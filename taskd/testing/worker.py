@@ -38,7 +38,7 @@ class World:
     collective_timeout_s: float = 60.0
     is_declared: bool = True
     is_sharded: bool = False
-    newest_start: int = 0  # of all: who comes late finds its store
+    newest_start: int = 0  # that node 0 has heard of: who comes late finds its store
     # the newest life of each rank
     workers: dict[int, "SimulatedWorker"] = field(default_factory=dict)
     _met: dict[tuple[object, ...], "dict[int, tuple[SimulatedWorker, Callable[[], None]]]"] = field(
