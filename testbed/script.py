@@ -49,7 +49,7 @@ def is_first(name: str) -> bool:
 def hold(step: int) -> None:
     """Wait here, if this step is held, until the test has done what it does to a running job."""
     while step in HOLD_AT and not is_told("told", f"told-{step}"):
-        time.sleep(0.001)
+        time.sleep(0.01)
 
 
 def is_told(*names: str) -> bool:

@@ -57,11 +57,18 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/process/test_all_gone.py": {
+        "test_all_is_saved_from_node_memory[[]hsdp]": "[fsdp]",
         "test_all_go_on_from_node_memory[[]fsdp-3-step]": "[fsdp-1-forward] and the record's bound",
         "test_all_go_on_from_node_memory[[]hsdp-1-forward]": "[fsdp-1-forward]",
         "test_all_is_saved_from_node_memory[[]flat-FULL_SHARD]": "[fsdp]",
     },
     "tests/process/test_sharded.py": {
+        "test_with_what_debugging_puts_around_groups": (
+            "tests/unit/worker/test_device.py: a wrapper for devices; [hsdp-forward] without it"
+        ),
+        "test_a_dump_takes_the_shards_of_the_dead_from_node_memory*": (
+            "test_all_gone.py::test_all_is_saved_from_node_memory[fsdp]"
+        ),
         "test_before_anybody_has_a_version_nobody_passes_for_a_replica[[][!f]*": (
             "[flat-FULL_SHARD]; tests/unit/worker/test_shard_report.py: a shard_id"
         ),
@@ -69,7 +76,7 @@ _OF: dict[str, dict[str, str]] = {
             "[optimizer]; simulation"
         ),
         "test_a_dump_takes_the_shard_of_a_rank_that_hangs": (
-            "tests/unit/core/test_dying.py; [1@5:forward:kill] takes shards from node memory"
+            "tests/unit/core/test_dying.py; test_all_gone.py takes shards from node memory"
         ),
         "test_a_dump_without_a_rank_is_whole_and_another_world_goes_on_from_it[[]tp-]": (
             "[hsdp-fsdp]; tests/unit/worker/test_sharded_checkpoints.py"
@@ -82,9 +89,6 @@ _OF: dict[str, dict[str, str]] = {
         ),
         "test_a_shard_that_nobody_has_comes_from_node_memory[[]1-backward-end]": (
             "[1-before-vote], [3-forward]"
-        ),
-        "test_a_dump_takes_the_shards_of_the_dead_from_node_memory[[]1@5:forward:together*": (
-            "[1@5:forward:kill]"
         ),
         "test_generators_of_the_dead_are_in_a_dump_of_an_older_version": (
             "tests/unit/worker/test_sharded_checkpoints.py: what is a dead rank's alone"
@@ -127,6 +131,9 @@ _OF: dict[str, dict[str, str]] = {
         "test_any_rank_may_die[[]*": "[flat-FULL_SHARD-1-backward-end]; the dump loses rank 3",
     },
     "tests/process/test_dump.py": {
+        "test_a_node_that_is_to_end_saves_at_the_end_of_the_step": (
+            "tests/examples/test_deployment.py: a pod that is to end; test_sigterm.py"
+        ),
         "test_the_next_start_goes_on_to_the_last_bit[[][021]@[15]:b*": (
             "[1@5:forward:kill], [3@5:optimizer:last-kill]"
         ),
@@ -285,6 +292,9 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/process/test_patch.py": {
+        "test_what_cannot_be_forked_is_executed": (
+            "test_bytes.py[exec]; test_forkserver.py: a fresh interpreter"
+        ),
         "test_inert_unless_enabled[[]extra[12]]": "[extra0]",
         "test_other_entrypoints_are_left_to_torch[[][of]*": "[no python]",
         "test_restart_without_a_manager[[][sc]t*": "[c10d]",
@@ -313,6 +323,9 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/unit/worker/test_sharded_checkpoints.py": {
+        "test_the_same_world_goes_on_to_the_last_bit[[]rows]": (
+            "test_another_world_has_every_tensor[rows-*]; [fsdp]"
+        ),
         "test_parts_of_the_dead_are_saved_from_the_memory_of_their_node[[]3-*": "[2-*]",
         "test_the_same_world_goes_on_to_the_last_bit[[]zero_pairs]": "[zero]",
         "test_the_same_world_goes_on_to_the_last_bit[[]buckets]": (
@@ -376,6 +389,9 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/process/test_node_memory.py": {
+        "test_a_replaced_pod_has_nothing_of_it": (
+            "test_all_gone.py: without snapshots; tests/contract/test_node_memory.py"
+        ),
         "test_the_manager_is_lost_with_the_torchrun_and_another_one_elected": (
             "test_a_torchrun_on_the_same_host_has_*; test_elections.py"
         ),
@@ -408,15 +424,12 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/examples/test_digits.py": {
-        "test_a_killed_process_changes_nothing[[]in a*": "[in the first step of an epoch]",
-        "test_a_killed_process_changes_nothing[[]nobody]": "[in the first step of an epoch]",
-        "test_both_train_to_the_same_in_one_process": (
-            "test_a_killed_process_changes_nothing compares with that run"
+        "test_a_killed_process_changes_nothing*": (
+            "test_examples.py: other scripts; test_loops.py: an evaluation is done again; "
+            "test_recovery.py: processes of a DataLoader"
         ),
-        "test_the_plain_script_goes_on_from_its_own_checkpoint": (
-            "tests/process/test_unmodified.py; the other script: "
-            "test_a_killed_process_changes_nothing"
-        ),
+        "test_both_train_to_the_same_in_one_process": "test_examples.py: other scripts",
+        "test_the_plain_script_goes_on_from_its_own_checkpoint": "test_unmodified.py",
     },
     "tests/process/test_spares.py": {
         "test_a_spare_takes_the_place_of_a_lost_node[[]static]": (
@@ -479,12 +492,15 @@ _OF: dict[str, dict[str, str]] = {
     },
     "tests/process/test_elections.py": {
         "test_the_manager_is_lost_with_its_node[[]False]": "[True]: the same with a secret",
-        "test_of_two_nodes_the_manager_is_lost_with_its_node[[]False]": "[True]",
+        "test_of_two_nodes_the_manager_is_lost_with_its_node*": (
+            "test_of_two_nodes_whether_there_is_a_spare_that_votes[two]"
+        ),
         "test_of_two_nodes_whether_there_is_a_spare_that_votes[[][ngl]*": (
             "[two]; tests/simulation/test_pair_partitions.py"
         ),
     },
     "tests/unit/msrun/test_stand_in.py": {
+        "test_sigterm_saves_the_last_step_that_all_have[[][oa]*": "[msrun], [workers]",
         "test_a_rank_that_is_stopped_*": (
             "tests/unit/core/test_hangs.py; test_hangs.py; its limit of 30 s is all that it takes"
         ),
@@ -545,6 +561,17 @@ _OF: dict[str, dict[str, str]] = {
             "test_recovery.py, test_hangs.py: the same faults; tests/unit/test_chaos.py, "
             "test_chaos_target.py: schedule, injection and verdict"
         ),
+    },
+    "tests/process/test_bound_workers.py": {
+        "test_bound_workers_are_replaced_by_bound_ones": (
+            "test_without_a_manager_they_are_restarted: each is executed by numactl"
+        ),
+    },
+    "tests/process/test_loops.py": {
+        "test_an_evaluation_at_the_head_of_the_loop_is_done_again_if_its_result_is_lost[[]0*": (
+            "[1@8:forward]"
+        ),
+        "test_a_train_state_for_each_phase_keeps_the_survivors[[]0*": "[1@3:critic], [1@3:maker]",
     },
 }
 EXTENDED: tuple[tuple[str, str], ...] = tuple(

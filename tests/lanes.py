@@ -26,12 +26,15 @@ from tests.extended import EXTENDED
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-# What shares expensive processes stays in one process of pytest-xdist: (fixture or file, group).
+# What shares expensive processes, or has read all sources, stays in one process of pytest-xdist:
+# (fixture or file, group).
 _GROUPS_BY_FIXTURE = {"world": "world"}
 _GROUPS_BY_FILE = {
     "process/test_spawn.py": "spawn",
     "process/test_forkserver.py": "forkserver",
     "process/test_exchange.py": "exchange",
+    "unit/test_layers.py": "sources",
+    "unit/test_docs.py": "sources",
 }
 
 

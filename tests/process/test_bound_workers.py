@@ -106,3 +106,6 @@ def test_without_a_manager_they_are_restarted(tmp_path: pathlib.Path, tools: pat
         finished = run_bound(job, TORCHRUN, str(script))
         assert finished.returncode == 0, finished.output
         assert "Traceback" not in finished.output
+        first = min(os.sched_getaffinity(0))
+        said = (job.directory / "bound").read_text(encoding="utf-8").split()
+        assert said == [f"--physcpubind={first}"] * 4

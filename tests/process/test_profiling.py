@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 LIMIT_S = 60.0
-STEPS = "250"  # with the pause of each, at least 12 s
+STEPS = "100"
 
 
 def until(fact: Callable[[], object], job: harness.Job) -> None:
@@ -86,7 +86,7 @@ def command(job: harness.Job, *words: str) -> None:
 
 def test_on_and_off_while_the_job_trains(tmp_path, base, settings, reference) -> None:  # noqa: F811
     # Held until it is on, and until it is off.
-    with harness.job(tmp_path, **settings, HOLD_AT="20,240") as job:
+    with harness.job(tmp_path, **settings, HOLD_AT="20,90") as job:
         manager, agent = job.start_manager(), job.start_agent("train.py")
         until(lambda: committed(job) > 5, job)
         assert not base.exists()

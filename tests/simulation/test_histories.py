@@ -15,7 +15,7 @@ from taskd.testing import FaultScript, NetworkQuality, SimulatedJob, Stuck, Trou
 
 SEED = int(os.environ["TASKD_TEST_SEED"])
 PARTS = 4  # so that several processes share them
-SECONDS = 5.0  # of processor time, for each part
+SECONDS = 2.5  # of processor time, for each part; .ci/run plays some thousand more
 # A cut takes Resume along; node 1 registers while its ranks wait with their offers, and nobody has
 # set a deadline.
 LOST_RESUME = FaultScript((
