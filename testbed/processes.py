@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 _KILLED_S = 20.0  # until a process that was killed is gone: it frees its memory first
-_reserved: list[socket.socket] = []
 
 
 def free_port() -> int:
@@ -39,8 +38,9 @@ def free_port() -> int:
     probe = socket.socket()
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     probe.bind(("127.0.0.1", 0))
-    _reserved.append(probe)
-    return probe.getsockname()[1]
+    port = probe.getsockname()[1]
+    probe.detach()  # nobody closes it
+    return port
 
 
 def environment(**extra: str) -> dict[str, str]:

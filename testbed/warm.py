@@ -11,6 +11,7 @@ Tests of the start itself, of `LD_PRELOAD` and of limits start fresh interpreter
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -166,6 +167,7 @@ class WarmParent:
         theirs.close()
         ours.settimeout(_START_S)
         assert ours.recv(16) == b"ready"
+        atexit.register(self.close)
         self._life = ours  # when it closes, with this process at the latest, the parent ends
 
 

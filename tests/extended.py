@@ -492,6 +492,9 @@ _OF: dict[str, dict[str, str]] = {
     },
     "tests/process/test_elections.py": {
         "test_the_manager_is_lost_with_its_node[[]False]": "[True]: the same with a secret",
+        "test_of_two_nodes_a_stopped_manager_goes_on_late": (
+            "tests/simulation/test_pair_partitions.py: managers stop and go on"
+        ),
         "test_of_two_nodes_the_manager_is_lost_with_its_node*": (
             "test_of_two_nodes_whether_there_is_a_spare_that_votes[two]"
         ),

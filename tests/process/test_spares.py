@@ -163,9 +163,8 @@ def test_a_spare_that_is_gone_is_passed_over(
         assert second.wait(LIMIT_S).returncode == 0, job.story()
         finished = nodes.agents[0].wait(LIMIT_S)
         first.end()
-        wait_until(
-            job, lambda: not job.leftovers()
-        )  # its forkserver ends when it is seen to be gone
+        # its forkserver ends when it is seen to be gone
+        wait_until(job, lambda: not job.leftovers())
         check_recovered(job, finished, reference(STEPS="60"), faults=0, replaced={2, 3})
         assert job.recoveries()[0]["strategy"] == "recover"
 
