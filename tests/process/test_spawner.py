@@ -165,21 +165,31 @@ def test_a_stopped_forkserver_is_replaced_and_no_worker_of_its_comes_late(shop: 
     assert not [reply for reply in shop.replies if isinstance(reply, StartFailed)]
 
 
+@pytest.mark.parametrize("is_answer_read", [True, False])
 def test_one_that_takes_no_request_is_killed_and_its_workers_go_on(
-    shop: Workshop, caplog: pytest.LogCaptureFixture
+    shop: Workshop, caplog: pytest.LogCaptureFixture, is_answer_read: bool
 ) -> None:
-    """Stopped while it is asked for a worker whose arguments are more than the connection holds."""
+    """Stopped while it is asked for a worker whose arguments are more than the connection holds.
+
+    Or as soon as its answer to the request before that has been read.
+    """
+    shop.await_ready()
     first = shop.spawn()
-    shop.wait_until(shop.runs, "the first worker")
-    (worker,) = shop.runs()
+    deadline = time.monotonic() + DEADLINE_S
+    while not shop.runs():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # between two looks
+    if is_answer_read:
+        shop.await_reply(Started, first)
     with socket.socket(fileno=os.dup(shop.spawner.forkserver.fd)) as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 100_000))
     stopped = shop.stop_forkserver()
     second = shop.spawn(argv=("-u", str(shop.script), *["a" * 100] * 10_000))
     third = shop.spawn()
     for token in (second, third):
-        shop.await_reply(Started, token)
+        assert shop.await_reply(Started, token).note is None
     assert shop.pid != stopped
+    worker = shop.of(Started, first)[0].pid
     assert stopped not in harness.descendants(os.getpid())
     assert not shop.of(Exited, first)
     assert worker in harness.descendants(os.getpid())

@@ -131,10 +131,10 @@ class Spawner:
                 found += self._lost(f"{reason}: it is killed")
                 if is_late:
                     found += self._start_directly(f"the forkserver {reason}")
-        elif self._why_none is None:
-            found += self._lost(self.forkserver.fate)
         found += self._reap()
         self._hand_over()
+        if not self.forkserver.alive and self._why_none is None:
+            found += self._lost(self.forkserver.fate)
         return found if self.forkserver.alive else found + self._start_directly(self._why_none)
 
     def close(self) -> None:
