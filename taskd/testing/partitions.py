@@ -1,10 +1,11 @@
 """Agents, spares and managers on hosts of which some do not reach others, and who goes on then.
 
 The real `Election` of each agent and `Electorate` of each manager, in a model of everything else: a
-message arrives at once or never; a manager looks at who is there when it is told to. A manager may
-be started again, with nothing but what agents tell it. What is checked after each step,
-`who_goes_on`, is that at most one manager has an agent in every place; and at the end of a story,
-that another one is elected when the host of the manager is lost.
+message arrives at once or never; a manager looks at who is there when it is told to, and whom it
+does not hear has to register again. A manager may be started again, with nothing but what agents
+tell it. What is checked after each step, `who_goes_on`, is that at most one manager has an agent in
+every place; and at the end of a story, that another one is elected when the host of the manager is
+lost.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ class Agent:
 
 @dataclass(slots=True, eq=False)
 class Manager:
-    """`holders`: by place, whom it takes for the agent there.
+    """`holders`: by place, whom it takes for the agent there. `registered`: who counts as there.
 
+    `together`: who was there when there was somebody in every place, the last time.
     `won`, `starter`: the election, and the agent that was elected; None: it began with the job.
     """
 
@@ -50,6 +52,7 @@ class Manager:
     starter: Agent | None = None
     is_over: bool = False
     registered: set[str] = field(default_factory=set)
+    together: frozenset[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -93,9 +96,11 @@ class World(PartitionWorld[Agent, Manager]):
         if manager.is_over or manager.host in self.dead:
             return
         for agent in self.torchruns:
-            if agent.name not in manager.registered and self._obeys(agent, manager):
+            if not self._obeys(agent, manager):
+                manager.registered.discard(agent.name)
+            elif agent.name not in manager.registered:
                 self._register(agent, manager)
-        there = {place for place, agent in manager.holders.items() if self._obeys(agent, manager)}
+        there = {place for place, agent in manager.holders.items() if self._hears(agent, manager)}
         present = {manager.holders[place].name for place in there}
         for place in sorted(set(range(self.count)) - there if present else ()):
             if manager.electorate.may_replace(present):
@@ -103,18 +108,20 @@ class World(PartitionWorld[Agent, Manager]):
                 host = self._spare_host(manager)
                 manager.holders[place] = self._agent(host, manager, place, is_first=False)
         if self.is_whole(manager):
+            manager.together = _names(manager)
             manager.electorate.settle()
             self._tell_roster(manager)
 
     def who_goes_on(self) -> list[Manager]:
-        """The managers that have an agent in every place. Whether it reaches them does not matter.
+        """The managers that have had an agent in every place, and still have the same.
 
-        More than one: the job is there twice.
+        Whether it reaches them does not matter. More than one: the job is there twice.
         """
         return [
             manager
             for manager in self.managers
             if len(manager.holders) == self.count
+            and manager.together == _names(manager)
             and all(
                 agent.manager is manager
                 and agent.host not in self.dead
@@ -127,7 +134,7 @@ class World(PartitionWorld[Agent, Manager]):
         """Whether it hears an agent in every place."""
         holders = manager.holders.values()
         is_full = not manager.is_over and len(holders) == self.count
-        return is_full and all(self._obeys(agent, manager) for agent in holders)
+        return is_full and all(self._hears(agent, manager) for agent in holders)
 
     def whole_within(self, seconds: float) -> Manager | None:
         """The manager that hears an agent in every place, as soon as there is one."""
@@ -162,7 +169,7 @@ class World(PartitionWorld[Agent, Manager]):
             return
         told = None if known is None else replace(known, listeners=())
         electorate.learn(agent.name, told, self.count, is_first=agent.is_first)
-        held = [one for one in manager.holders.values() if self._obeys(one, manager)]
+        held = [one for one in manager.holders.values() if self._hears(one, manager)]
         names = {agent.name, *(one.name for one in held if one.place != agent.place)}
         if electorate.may_begin(names, self.count - len(names)):
             manager.holders[agent.place] = agent
@@ -183,6 +190,10 @@ class World(PartitionWorld[Agent, Manager]):
         """Whether the manager hears from it, as its agent."""
         may = agent.election.may_obey(manager.electorate.term)
         return agent.manager is manager and may and self.reaches(agent.host, manager.host)
+
+    def _hears(self, agent: Agent, manager: Manager) -> bool:
+        """Whether it has registered since the manager has missed it."""
+        return agent.name in manager.registered and self._obeys(agent, manager)
 
     def _look_for_manager(self, agent: Agent) -> None:
         manager = agent.manager
@@ -216,7 +227,10 @@ class World(PartitionWorld[Agent, Manager]):
     def _elected(self, won: Won, starter: Agent) -> Manager:
         known = {agent.name: agent for agent in self.torchruns}
         holders = {voter.node_rank: known[voter.name] for voter in won.roster.voters}
-        return Manager(starter.host, Electorate(won.term, won.roster), holders, won, starter)
+        electorate = Electorate(won.term, won.roster)
+        manager = Manager(starter.host, electorate, holders, won, starter)
+        manager.together = _names(manager)
+        return manager
 
     def _follow(self, agent: Agent, elected: Elected) -> None:
         there = [one for one in self.managers if not one.is_over]
@@ -225,6 +239,10 @@ class World(PartitionWorld[Agent, Manager]):
         if manager is not None and agent.election.follows(elected):
             agent.manager = manager
             agent.election.obey(elected.address, elected.term)
+
+
+def _names(manager: Manager) -> frozenset[str]:
+    return frozenset(agent.name for agent in manager.holders.values())
 
 
 def patterns(count: int) -> Iterator[dict[int, int]]:
