@@ -1,18 +1,22 @@
 """Two models that are trained in turn, as a GAN is: a critic, and a maker that it judges.
 
-FAULTS  see testbed.script; places: "critic", "maker" (before the backward pass of that phase)
+FAULTS  see testbed.script; places: "critic", "maker" (before the backward pass of that phase; in
+        the second, when all ranks have done the step of the first)
 CASE    "two": a TrainState for each phase, as docs/operations.md says it; "one": a TrainState
         for both
 """
 
 import os
+import pathlib
+import time
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import taskd
-from testbed.script import RANK, fact, kill_self, planned_faults, strike
+from testbed.facts import facts_in
+from testbed.script import FACTS, RANK, fact, kill_self, planned_faults, strike
 
 STEPS, CASE = 8, os.environ["CASE"]
 WAYS = {"kill": kill_self}
@@ -23,6 +27,18 @@ def here(place: str, step: int) -> None:
     for fault in _faults:
         if (fault.place, fault.step) == (place, step):
             strike(fault, step, WAYS)
+
+
+def await_critics(step: int) -> None:
+    """The averages are there for all at once, and each rank writes by itself."""
+    while (
+        sum(
+            found["what"] == "critic" and found["step"] == step
+            for found in facts_in(pathlib.Path(FACTS))
+        )
+        < dist.get_world_size()
+    ):
+        time.sleep(0.001)
 
 
 def real(step: int) -> torch.Tensor:
@@ -49,10 +65,13 @@ class Both:
         here("critic", step)
         (judged[8:].mean() - judged[:8].mean()).backward()
         self.critic_optimizer.step()
+        fact("critic", step=step)
 
     def train_maker(self, step: int) -> None:
         self.maker_optimizer.zero_grad()
         made = self.ddp_maker(torch.randn(8, 3))
+        if any((fault.place, fault.step) == ("maker", step) for fault in _faults):
+            await_critics(step)
         here("maker", step)
         (-self.critic(made).mean()).backward()
         self.maker_optimizer.step()
