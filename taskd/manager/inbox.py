@@ -339,9 +339,9 @@ class Inbox:
         if node_rank not in self._guarded.machine.lost_nodes:
             return False
         holder = self._sessions.holders.get(node_rank)
+        is_same = holder is not None and holder.incarnation == name
         is_known = self._voters.is_voter(event)  # to an earlier life of this manager
-        is_same = is_known if holder is None else holder.incarnation == name
-        return not is_same and not self._voters.may_take(node_rank, name)
+        return not is_same and not is_known and not self._voters.may_take(node_rank, name)
 
     def _read_worker(
         self, peer: bytes, envelope: codec.Envelope, message: messages.Message, rank: int

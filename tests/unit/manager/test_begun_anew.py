@@ -120,6 +120,45 @@ def test_strangers_do_not_get_all_places(job: Job) -> None:
     assert messages.Accepted in map(type, heard)
 
 
+BEFORE = roster(3, *(f"agent {node_rank}" for node_rank in range(5)))
+NEWEST = roster(5, "agent 0", "new 1", "new 2", "new 3", "new 4")
+
+
+@pytest.fixture
+def replaced(network, clock, tmp_path: pathlib.Path) -> tuple[Job, Peer]:
+    """A manager of five nodes that lacks node 2, and the agent that was there, and is too late.
+
+    It knew only the roster before the newest one, and was lost when the others came.
+    """
+    job = Job(network, clock, tmp_path, nodes=5)
+    late, *others = (job.register(node_rank, roster=BEFORE)[0] for node_rank in (2, 3, 4))
+    job.pass_s(40, *others)
+    assert job.service._machine.lost_nodes == [2]
+    for name in ("agent 0", "new 1"):
+        _, heard = job.register(int(name[-1]), name, roster=NEWEST)
+        assert messages.Accepted in map(type, heard)
+    late.heard()
+    return job, late
+
+
+def test_a_lost_agent_that_comes_back_is_checked_like_any_other(replaced: tuple[Job, Peer]) -> None:
+    """With it all places would be full, and less than half of the newest roster there."""
+    job, late = replaced
+    (answer,) = job.say(late, BEFORE)
+    assert isinstance(answer, messages.Postponed)
+    assert "may go on with another manager" in answer.reason
+
+
+def test_one_of_the_newest_roster_gets_the_place_of_a_lost_agent(
+    replaced: tuple[Job, Peer],
+) -> None:
+    """Though the manager has heard less than half of that roster before."""
+    job, _ = replaced
+    _, heard = job.register(2, "new 2", roster=NEWEST)
+    assert messages.Accepted in map(type, heard), heard
+    assert not job.service._machine.lost_nodes
+
+
 def test_one_that_has_begun_with_strangers_ends(job: Job, lines) -> None:
     job.register(1, roster=roster(1, *AGENTS[:3]))
     job.register(2, roster=roster(1, *AGENTS[:3]))
