@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import gc
 import os
 import pathlib
 import shutil
@@ -256,6 +257,7 @@ def interrupted_behind(lines, call):
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # it may close what another test has left: its lines would count
     sys.settrace(trace)
     try:
         call()
@@ -263,6 +265,7 @@ def interrupted_behind(lines, call):
         return True
     finally:
         sys.settrace(before)
+        gc.enable()
     return False
 
 
