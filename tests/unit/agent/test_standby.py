@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 
 import pytest
@@ -16,6 +17,7 @@ def test_a_fork_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     standbys = Standbys(2, lambda _: os._exit(1))
+    gc.collect()  # what other tests have left must not be closed meanwhile
     before = processes.open_descriptors()
     monkeypatch.setattr(os, "fork", no_room)
     for _ in range(2):
