@@ -171,9 +171,8 @@ def judge(job: SimulatedJob, result: Result) -> str:
     assert all(map(keeps_steps, [None, *result.records], result.records)), (
         "more than one step was lost"
     )
-    # as plain torchrun: not modelled
-    went_on_alone = any(isinstance(outcome, do.FallBack) for outcome in result.outcomes.values())
-    if (result.succeeded and not went_on_alone) or outcomes == {"succeeded"}:
+    # a node that went on alone did so as plain torchrun: not modelled
+    if (result.succeeded and not nodes_alone(result)) or outcomes == {"succeeded"}:
         steps = list(range(job.world.steps))
         per_node = len(result.states) // len(result.outcomes)
         wrong = [
@@ -191,14 +190,23 @@ def judge(job: SimulatedJob, result: Result) -> str:
 
 
 def keeps_steps(before: do.RecoveryRecord | None, record: do.RecoveryRecord) -> bool:
-    """Whether a recovery in place lost one step at most.
-
-    After a restart of all that was cut short before a rank had said from where it goes on, the
-    next record counts what that does again.
-    """
-    counts_more = before is not None and before.not_completed and before.version is None
+    """Whether a recovery in place lost one step at most."""
     is_in_place = record.strategy in {"retry", "recover-in-place"}
-    return counts_more or not is_in_place or record.steps_redone <= 1
+    return counts_more(before) or not is_in_place or record.steps_redone <= 1
+
+
+def counts_more(before: do.RecoveryRecord | None) -> bool:
+    """Whether the record after this one counts what this recovery does again.
+
+    So it is after a restart of all that was cut short before a rank had said from where it goes on.
+    """
+    return before is not None and bool(before.not_completed) and before.version is None
+
+
+def nodes_alone(result: Result) -> list[int]:
+    """Those that no manager answered, and that left their ranks to torchrun."""
+    outcomes = result.outcomes.items()
+    return [node for node, outcome in outcomes if isinstance(outcome, do.FallBack)]
 
 
 def _has_stayed(job: SimulatedJob, outcome: object) -> bool:

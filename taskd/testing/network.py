@@ -103,6 +103,10 @@ class MemoryNetwork:
         """From now on every message from there and to there takes so much longer."""
         self._slowness[end] = seconds
 
+    def is_slow(self, end: Hashable, seconds: float) -> bool:
+        """Whether every message from there and to there takes at least so much longer."""
+        return self._slowness.get(end, 0.0) >= seconds
+
     def under_way(self, sender: Hashable, address: Hashable) -> Iterable[object]:
         """What will arrive there, in its order, if nothing cuts the connection."""
         return self._under_way.get((sender, address), ())
