@@ -78,9 +78,10 @@ def test_one_that_has_asked_and_gone_does_not_end_it() -> None:
 
 
 def test_without_a_free_descriptor_it_stays_and_looks_again(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A manager.py asks meanwhile."""
+    """A manager.py asks meanwhile, and does not give up: to collect garbage may take seconds."""
+    monkeypatch.setattr("taskd.manager.starter._LEAVE_S", _DEADLINE_S)
     ours, theirs = socket.socketpair()
     starter = Starter(theirs, 0)
     starter.open("test-descriptors", "127.0.0.1:9601")
