@@ -3,6 +3,7 @@
 Which tests run when; and random histories have a seed that everybody can read.
 """
 
+import gc
 import os
 import pathlib
 import secrets
@@ -16,6 +17,10 @@ from tests import lanes
 # Otherwise gloo looks up the host's name for each group; where no resolver answers, that takes 10 s
 # each time.
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+# A process that a test forks does not collect what earlier tests have left in cycles: a process
+# group waits there for threads that only its first process has.
+os.register_at_fork(after_in_child=gc.freeze)
 
 # In the background of a script they are ignored, and would be in all that tests start.
 for _number, _usual in (

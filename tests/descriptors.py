@@ -1,4 +1,4 @@
-"""A process that has no free descriptor, for tests."""
+"""A process that has no free descriptor, or whose garbage has some, for tests."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import gc
 import os
 import resource
 from typing import TYPE_CHECKING
+
+import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +24,27 @@ def none_free(*, but: int = 0) -> Iterator[None]:
     os.close(lowest_free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + but, hard))
     try:
+        if not but:
+            with pytest.raises(OSError, match="Too many open files"):
+                os.dup(2)
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         gc.enable()
+
+
+def one_in_garbage() -> int:
+    """It is closed by the next full collection, which does not come by itself any more."""
+    gc.disable()
+    return _Left().number
+
+
+class _Left:
+    """Garbage from the start, for it refers to itself."""
+
+    def __init__(self) -> None:
+        self.number = os.open(os.devnull, os.O_RDONLY)
+        self._self = self
+
+    def __del__(self) -> None:
+        os.close(self.number)

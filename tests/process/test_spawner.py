@@ -5,16 +5,13 @@ It is stopped, killed, again and again.
 
 from __future__ import annotations
 
-import gc
 import os
-import resource
 import select
 import shutil
 import signal
 import socket
 import struct
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +23,7 @@ from taskd.agent.spawning.protocol import Exited, SpawnRequest, Started, StartFa
 from taskd.agent.spawning.spawner import Spawner
 from taskd.clock import MonotonicClock
 from taskd.core.policy import forkservers
+from tests.descriptors import none_free
 from tests.process import harness
 
 if TYPE_CHECKING:
@@ -123,29 +121,6 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workshop]:
     yield made
     made.spawner.close()
     assert not harness.descendants(os.getpid()) & {made.pid, *made.runs()}
-
-
-@contextmanager
-def no_descriptors() -> Iterator[None]:
-    """No file can be opened, and no descriptor be received."""
-    gc.collect()  # what other tests have left must not be closed meanwhile
-    gc.disable()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    holes = []
-    with open("/dev/null", "rb") as null:
-        while (number := os.dup(null.fileno())) < max(processes.open_descriptors()):
-            holes.append(number)
-        os.close(number)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(processes.open_descriptors()) + 1, hard))
-        try:
-            with pytest.raises(OSError, match="Too many open files"):
-                os.dup(null.fileno())
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            gc.enable()
-            for number in holes:
-                os.close(number)
 
 
 def test_a_stopped_forkserver_is_replaced_and_no_worker_of_its_comes_late(shop: Workshop) -> None:
@@ -329,7 +304,7 @@ def test_without_descriptors_a_start_fails_with_the_reason_and_succeeds_when_the
     shop.await_ready()
     theirs, ours = socket.socketpair()
     with theirs, ours:
-        with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
+        with none_free(), pytest.raises(OSError, match="Too many open files"):
             shop.spawn(fds={"channel": theirs.fileno()})
         token = shop.spawn(fds={"channel": theirs.fileno()})
         assert shop.await_reply(Started, token).note is None
@@ -337,7 +312,7 @@ def test_without_descriptors_a_start_fails_with_the_reason_and_succeeds_when_the
 
 def test_a_start_is_told_though_its_descriptor_does_not_fit(shop: Workshop) -> None:
     shop.await_ready()
-    with no_descriptors():
+    with none_free():
         token = shop.spawn()
         started = shop.await_reply(Started, token)
         assert started.pidfd == -1
@@ -351,7 +326,7 @@ def test_without_descriptors_and_without_a_forkserver_a_start_fails_with_the_rea
     shop: Workshop,
 ) -> None:
     shop.await_ready()
-    with no_descriptors():
+    with none_free():
         shop.kill_forkserver()
         token = shop.spawn()
         failed = shop.await_reply(StartFailed, token)

@@ -6,6 +6,7 @@ signals, streams, environment, libraries.
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -68,7 +69,12 @@ def _execute(request: SpawnRequest, worker: dict[str, Any] | None) -> NoReturn:
 
 
 def keep_only(wanted: tuple[int, ...]) -> None:
-    """Close every descriptor above 2 but these."""
+    """Close every descriptor above 2 but these.
+
+    By their numbers, which are given out again: garbage that was inherited with one of them is
+    kept, since to collect it would close what has that number by then.
+    """
+    gc.freeze()
     for descriptor in processes.open_descriptors():
         if descriptor > 2 and descriptor not in wanted:
             with suppress(OSError):

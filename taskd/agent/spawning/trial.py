@@ -6,6 +6,7 @@ the parent of all workers. A worker could tell the difference, or could not be f
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import random
@@ -44,6 +45,7 @@ class Trial:
     def run(self, names: list[str]) -> NoReturn:
         """Never returns; the process ends at the first that is to be left out."""
         self._watch()
+        gc.freeze()  # garbage from before closes no descriptor that an import is blamed for
         before = _State()
         for self._position, name in enumerate(names):
             self._say(self._position, None)

@@ -35,6 +35,7 @@ from taskd.agent.spawning.protocol import (
 )
 from taskd.agent.spawning.trial import Own, Trial
 from taskd.worker.process.imports import Imports
+from tests.descriptors import one_in_garbage
 
 if TYPE_CHECKING:
     import pathlib
@@ -123,6 +124,20 @@ def test_a_trial_executes_none_either(
 
     def tell(connection: socket.socket) -> None:
         Trial(connection, (), Own(str(tmp_path / "elsewhere"))).run(["lazily"])
+
+    assert preloading._throw_away(1, tell) == (1, None)
+
+
+def test_a_trial_blames_no_import_for_what_was_left_before_it(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collection within it closed that: `closes a descriptor`."""
+    (tmp_path / "collecting.py").write_text("import gc\ngc.collect()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def tell(connection: socket.socket) -> None:
+        one_in_garbage()
+        Trial(connection, (), Own(str(tmp_path / "elsewhere"))).run(["collecting"])
 
     assert preloading._throw_away(1, tell) == (1, None)
 
