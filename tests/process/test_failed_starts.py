@@ -59,7 +59,9 @@ def test_a_process_is_replaced_when_the_script_is_there_again(tmp_path: pathlib.
         victim = pids(job, "entered")[1][0]
         finished = be_away_for_two_starts(job, script, victim, "-> ReplaceWorker").wait(90)
         assert finished.returncode == 0, finished.output[-6000:]
-        assert finished.output.count(f"the script {script} is not a readable file") == 2
+        # The third one is looked at when it is ordered, which may be before the script is back,
+        # and begins later.
+        assert finished.output.count(f"the script {script} is not a readable file") in {2, 3}
         (record,) = job.recoveries()
         assert [fault["kind"] for fault in record["faults"]] == ["killed", "exited", "exited"]
         assert (record["strategy"], record["steps_redone"]) == ("recover-in-place", 0)
