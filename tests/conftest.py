@@ -8,6 +8,7 @@ import os
 import pathlib
 import secrets
 import signal
+import sys
 
 import hypothesis
 import pytest
@@ -102,6 +103,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(
             f"no test is called {', '.join(sorted(unused))}: see tests/extended.py"
         )
+
+
+@pytest.hookimpl(tryfirst=True)  # before the fixtures, which may draw
+def pytest_runtest_setup() -> None:
+    """Torch's generator begins anew in each test, as pytest-randomly has Python's and numpy's."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.manual_seed(0)
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

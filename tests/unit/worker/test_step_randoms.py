@@ -326,3 +326,11 @@ def test_nothing_is_drawn_for_it():
     assert torch.equal(torch.get_rng_state(), before)
     torch.rand(1)
     assert randoms.torch_state() == torch.get_rng_state().numpy().tobytes()
+
+
+@pytest.mark.xdist_group("torch's generator")
+@pytest.mark.parametrize("again", [False, True])
+def test_no_test_begins_with_what_another_has_drawn(again):
+    """Half of a pair of normal deviates, above all: while one is held back, all is read anew."""
+    assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(0).get_state())
+    torch.randn(1)
