@@ -68,7 +68,10 @@ class Agent:
             )
 
     def join(self) -> None:
+        """Until all is answered that it has asked: once a second, while it is not accepted."""
         self.until(lambda: self.accepted)
+        self.beats()
+        self.accepted = 1
 
     def beats(self) -> list[bool]:
         """What the manager answers to three heartbeats from now on."""
