@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from taskd.agent.spawning import processes
+from taskd.agent.spawning import forkserver, processes, spawner
 from taskd.agent.spawning.forkserver import Forkserver
 from taskd.agent.spawning.protocol import Exited, SpawnRequest, Started, StartFailed
 from taskd.agent.spawning.spawner import Spawner
@@ -251,8 +251,10 @@ raise SystemExit(3)
 
 
 def test_closing_ends_the_present_forkserver_at_once_and_workers_of_former_ones(
-    shop: Workshop,
+    shop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(forkserver, "_CLOSE_TIMEOUT_S", DEADLINE_S)
+    monkeypatch.setattr(spawner, "_END_TIMEOUT_S", DEADLINE_S)
     shop.spawn()
     shop.wait_until(shop.runs, "the worker")
     first = shop.pid
@@ -262,7 +264,7 @@ def test_closing_ends_the_present_forkserver_at_once_and_workers_of_former_ones(
     began = time.monotonic()
     shop.spawner.close()
     assert not harness.descendants(os.getpid()) & {shop.pid, *shop.runs()}
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < DEADLINE_S
 
 
 @pytest.mark.parametrize("torch", ["none", pytest.param("real", marks=pytest.mark.extended)])
