@@ -2,14 +2,13 @@
 
 import dataclasses
 import random
-import sys
-from collections.abc import Callable
 
 import pytest
 
 from taskd.core.marks import Activity, GroupMark, Mark
 from taskd.core.policy.hangs import SMALL_JOB, HangDetector, Verdict
 from taskd.core.timeouts import Timeouts
+from tests.executed import lines_of
 
 TIMEOUTS = Timeouts.derive()
 STEP_S = 0.05
@@ -476,24 +475,6 @@ def test_a_large_job_that_stands_is_judged_now_and_then(ranks: int, judged: int)
     assert judged == pytest.approx(due, rel=0.05)
 
 
-def lines_of(function: Callable[[], None]) -> int:
-    """How many lines of Python are executed for it."""
-    count = 0
-
-    def trace(_frame: object, event: str, _argument: object) -> object:
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        function()
-    finally:
-        sys.settrace(before)
-    return count
-
-
 def judge_all_that_stand(count: int) -> None:
     """All write a checkpoint; or all stand in a collective of which nobody tells who waits."""
     progress = HangDetector(TIMEOUTS)
@@ -505,6 +486,6 @@ def judge_all_that_stand(count: int) -> None:
 
 def test_twice_as_many_that_stand_are_twice_the_work() -> None:
     """All of them compared with all others would be minutes in a job of thousands."""
-    few = lines_of(lambda: judge_all_that_stand(500))
-    many = lines_of(lambda: judge_all_that_stand(1000))
+    few = lines_of(lambda: judge_all_that_stand(500), "taskd.core")
+    many = lines_of(lambda: judge_all_that_stand(1000), "taskd.core")
     assert 500 < few < many < 2.1 * few
