@@ -16,6 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from testbed.facts import facts_in
+from testbed.patience import Patience
 from testbed.proc import MARK_ENV, marked, state_of, threads_of
 from testbed.processes import (
     MANAGERS,
@@ -196,10 +197,10 @@ class Job:
         return [json.loads(line) for line in lines if line.endswith("\n")]  # one may be half there
 
     def _await_end(self) -> None:
-        deadline = time.monotonic() + _MANAGER_ENDS_S
+        patience = self.patience(_MANAGER_ENDS_S)
         while self.leftovers():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the job has ended, and not all of it:\n{self.story()}")
+            if not patience.left_s():
+                raise TimeoutError(f"after {patience}, not all has ended:\n{self.story()}")
             time.sleep(0.02)
 
     def digests(self) -> dict[int, str]:
@@ -209,6 +210,10 @@ class Job:
     def leftovers(self) -> set[int]:
         """Processes of this job that are still there."""
         return marked(self.mark)
+
+    def patience(self, limit_s: float) -> Patience:
+        """A limit for what its processes do."""
+        return Patience(limit_s, self.leftovers)
 
     def close(self) -> None:
         """End all of it."""

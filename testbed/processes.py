@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from taskd.agent.spawning import warmth
 from testbed import proc
+from testbed.patience import Patience
 from testbed.warm import WarmParent
 
 if TYPE_CHECKING:
@@ -128,22 +129,27 @@ class Output:
         return self.path.read_text(errors="replace")
 
     def wait(self, timeout_s: float) -> Finished:
-        """Its end. Raises TimeoutError: it has not come."""
-        ready, _, _ = select.select([self.pidfd], [], [], timeout_s)
-        if not ready:
-            raise TimeoutError(f"still running after {timeout_s} s:\n{self.text[-6000:]}")
+        """Its end. Raises TimeoutError: it has not come within so much of testbed.patience."""
+        patience = self._patience(timeout_s)
+        while not select.select([self.pidfd], [], [], patience.left_s())[0]:
+            if not patience.left_s():
+                raise TimeoutError(f"still running after {patience}:\n{self.text[-6000:]}")
         return Finished(self.process.wait(), self.text)
 
     def wait_text(self, text: str, timeout_s: float) -> None:
         """Until it has printed this. Raises TimeoutError: too late, or it has ended before."""
-        deadline = time.monotonic() + timeout_s
+        patience = self._patience(timeout_s)
         while text not in self.text:
             ended = bool(select.select([self.pidfd], [], [], 0.02)[0])
             if text in self.text:
                 return
-            if ended or time.monotonic() > deadline:
-                why = "ended" if ended else "too late"
+            if ended or not patience.left_s():
+                why = "ended" if ended else f"too late, after {patience}"
                 raise TimeoutError(f"{why}, never said {text!r}:\n{self.text[-6000:]}")
+
+    def _patience(self, limit_s: float) -> Patience:
+        pid = self.process.pid
+        return Patience(limit_s, lambda: {pid} | proc.descendants(pid))
 
     def end(self) -> None:
         """Kill it and its group, if it still runs, and give its descriptor back.

@@ -21,7 +21,7 @@ import torch.distributed
 from taskd.checkpoint import folder
 from tests.examples.test_examples import EXAMPLES, KILL_ONCE, finals
 from tests.process import harness
-from tests.process.test_recovery import wait_until
+from tests.process.harness import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

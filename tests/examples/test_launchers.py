@@ -14,11 +14,10 @@ import pytest
 from tests.examples.test_deployment import START, programs
 from tests.examples.test_examples import EXAMPLES
 from tests.process import harness
+from tests.process.harness import wait_for_step, wait_until
 from tests.process.test_recovery import (
     check_recovered,
     reference,  # noqa: F401
-    wait_for_step,
-    wait_until,
 )
 
 pytest.importorskip("yaml", reason="PyYAML is in the extra `test`")

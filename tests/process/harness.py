@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import sys
+import time
 from typing import TYPE_CHECKING, TypeVar
 
 import pytest
@@ -44,6 +45,8 @@ __all__ = [
     "run_plainly",
     "silence_of",
     "state_of",
+    "wait_for_step",
+    "wait_until",
 ]
 
 T = TypeVar("T")
@@ -116,3 +119,26 @@ def run_plainly(
     text = "\n".join(finished.output for finished in ended)
     assert all(finished.returncode == 0 for finished in ended), text[-6000:]
     return text
+
+
+def wait_for_step(job: Job, step: int) -> None:
+    """Until every rank has committed `step`."""
+
+    def everyone() -> bool:
+        done = {fact["rank"] for fact in job.facts("committed") if fact["step"] >= step}
+        return len(done) >= 2 and done == {fact["rank"] for fact in job.facts("entered")}
+
+    wait_until(job, everyone)
+
+
+def wait_until(job: Job, said: Callable[[], T]) -> T:
+    """Until `said` returns something true; what it returned.
+
+    With a deadline, and the job's own words when it passes.
+    """
+    patience = job.patience(60)
+    while not (answer := said()):
+        if not patience.left_s():
+            raise TimeoutError(f"not within {patience}:\n{job.story()}")
+        time.sleep(0.02)  # between two looks at the facts
+    return answer

@@ -15,8 +15,8 @@ import pytest
 
 from testbed.hosts import INTERFACE
 from tests.process import harness
+from tests.process.harness import wait_for_step, wait_until
 from tests.process.test_recovery import reference as reference  # noqa: PLC0414
-from tests.process.test_recovery import wait_for_step, wait_until
 
 if TYPE_CHECKING:
     import pathlib

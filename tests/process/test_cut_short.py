@@ -10,7 +10,7 @@ import pytest
 
 from taskd.checkpoint import folder
 from tests.process import harness
-from tests.process.test_recovery import wait_until
+from tests.process.harness import wait_until
 
 if TYPE_CHECKING:
     import pathlib

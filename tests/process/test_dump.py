@@ -18,7 +18,8 @@ import torch
 from taskd.checkpoint import folder
 from tests.disks import small_disk
 from tests.process import harness
-from tests.process.test_recovery import check_recovered, reference, wait_for_step, wait_until  # noqa: F401
+from tests.process.harness import wait_for_step, wait_until
+from tests.process.test_recovery import check_recovered, reference  # noqa: F401
 
 if TYPE_CHECKING:
     import pathlib

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.process import elastic_model, harness
-from tests.process.test_recovery import wait_for_step, wait_until
+from tests.process.harness import wait_for_step, wait_until
 
 if TYPE_CHECKING:
     import pathlib

@@ -11,10 +11,9 @@ import pytest
 from taskd import keys
 from testbed.hosts import INTERFACE
 from tests.process import harness
+from tests.process.harness import wait_for_step, wait_until
 from tests.process.test_recovery import (
     reference,  # noqa: F401
-    wait_for_step,
-    wait_until,
 )
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.process import harness
-from tests.process.test_recovery import wait_until
+from tests.process.harness import wait_until
 
 if TYPE_CHECKING:
     import pathlib

@@ -14,7 +14,8 @@ import torch
 import torch.distributed
 
 from tests.process import harness
-from tests.process.test_recovery import check_recovered, reference, wait_for_step  # noqa: F401
+from tests.process.harness import wait_for_step
+from tests.process.test_recovery import check_recovered, reference  # noqa: F401
 
 if TYPE_CHECKING:
     import pathlib

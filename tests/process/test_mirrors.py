@@ -16,8 +16,8 @@ import pytest
 from taskd.native.arena import Arena
 from testbed.hosts import INTERFACE
 from tests.process import harness
+from tests.process.harness import wait_for_step, wait_until
 from tests.process.test_dump import checkpoints, resumed
-from tests.process.test_recovery import wait_for_step, wait_until
 
 if TYPE_CHECKING:
     import pathlib

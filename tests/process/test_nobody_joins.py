@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from tests.process import harness
-from tests.process.test_recovery import wait_until
+from tests.process.harness import wait_until
 
 if TYPE_CHECKING:
     import pathlib

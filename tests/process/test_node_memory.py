@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.process import harness
+from tests.process.harness import wait_for_step, wait_until
 from tests.process.test_mirrors import (
     EVERY,
     STEPS,
@@ -22,7 +23,6 @@ from tests.process.test_mirrors import (
     committed,
     undisturbed_of,
 )
-from tests.process.test_recovery import wait_for_step, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

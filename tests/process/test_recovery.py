@@ -13,16 +13,11 @@ import pathlib
 import re
 import signal
 import time
-from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 
 from tests.process import harness
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-T = TypeVar("T")
+from tests.process.harness import wait_for_step, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -479,26 +474,3 @@ def test_an_exception_while_no_manager_is_there_is_in_the_record_of_the_next(
         assert (record["strategy"], record["restarts_used"]) == ("retry", 1)
         (fault,) = record["faults"]
         assert (fault["rank"], fault["detail"]) == (1, "ValueError: a bad sample")
-
-
-def wait_for_step(job: harness.Job, step: int) -> None:
-    """Until every rank has committed `step`."""
-
-    def everyone() -> bool:
-        done = {fact["rank"] for fact in job.facts("committed") if fact["step"] >= step}
-        return len(done) >= 2 and done == {fact["rank"] for fact in job.facts("entered")}
-
-    wait_until(job, everyone)
-
-
-def wait_until(job: harness.Job, said: Callable[[], T]) -> T:
-    """Until `said` returns something true; what it returned.
-
-    With a deadline, and the job's own words when it passes.
-    """
-    deadline = time.monotonic() + 60
-    while not (answer := said()):
-        if time.monotonic() > deadline:
-            raise TimeoutError(job.story())
-        time.sleep(0.02)  # between two looks at the facts
-    return answer

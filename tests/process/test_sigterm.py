@@ -16,8 +16,9 @@ import pytest
 from benchmarks import sigterm
 from taskd.checkpoint import folder
 from tests.process import harness
+from tests.process.harness import wait_for_step, wait_until
 from tests.process.test_dump import checkpoints, resumed
-from tests.process.test_recovery import reference, wait_for_step, wait_until  # noqa: F401
+from tests.process.test_recovery import reference  # noqa: F401
 
 if TYPE_CHECKING:
     import pathlib

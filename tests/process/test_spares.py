@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.process import harness
+from tests.process.harness import wait_for_step, wait_until
 from tests.process.test_recovery import (
     check_recovered,
     reference,  # noqa: F401
-    wait_for_step,
-    wait_until,
 )
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.process import harness
-from tests.process.test_recovery import wait_for_step, wait_until
+from tests.process.harness import wait_for_step, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

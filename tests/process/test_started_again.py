@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.process import harness
+from tests.process.harness import wait_for_step, wait_until
 from tests.process.test_cut_off import kill_rank
 from tests.process.test_recovery import reference as reference  # noqa: PLC0414
-from tests.process.test_recovery import wait_for_step, wait_until
 
 if TYPE_CHECKING:
     import pathlib

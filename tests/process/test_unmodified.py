@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.process import harness
-from tests.process.test_recovery import RENDEZVOUS, wait_until
+from tests.process.harness import wait_until
+from tests.process.test_recovery import RENDEZVOUS
 
 if TYPE_CHECKING:
     import pathlib

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.process import harness
-from tests.process.test_recovery import reference, wait_for_step, wait_until  # noqa: F401
+from tests.process.harness import wait_for_step, wait_until
+from tests.process.test_recovery import reference  # noqa: F401
 
 if TYPE_CHECKING:
     import pathlib
