@@ -23,7 +23,8 @@ _LOOK_S = 1.0  # at least, between two looks at the threads
 class Patience:
     """So many seconds, of which those are not counted that a thread spent in the run queue.
 
-    The thread that was delayed longest decides, of those that live when the limit is reached.
+    The thread that was delayed longest decides, of those that live when the limit is reached. The
+    kernel counts a delay when it ends: after some tenths of a second, at an ordinary priority.
     """
 
     def __init__(self, limit_s: float, processes: Callable[[], Iterable[int]]) -> None:
