@@ -144,6 +144,8 @@ class Service:
             while self._outcome is None:
                 self._turn()
             farewell = (self._outcome.kind, self._outcome.reason)
+            if self._outcome.kind != "fallback":
+                self._manager.introduce()
         except BaseException as error:
             farewell = ("stopped", interruption_of(error))
             raise
@@ -213,9 +215,7 @@ class Service:
                 self._manager.generation = self._machine.generation
                 self._execute(command)
         except _BUGS:
-            # The top of the shell: an event that we cannot digest must not take healthy workers
-            # along. Not `Exception`: torchrun's signal handlers raise one of those wherever the
-            # main thread is.
+            # Healthy workers go on. Not `Exception`: torchrun's signal handlers raise one.
             log.exception(
                 "a bug in taskd, please report it: %s of node %d was dropped",
                 type(event).__name__,

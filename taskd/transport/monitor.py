@@ -6,6 +6,7 @@ event has a few bytes, and there is one for each connection that comes or goes.
 """
 
 import itertools
+import time
 from collections.abc import Iterator
 
 import zmq
@@ -64,7 +65,7 @@ class Attempts:
 
     `connection`: the number of the one that is there, from 1 on; 0: none. `is_connected`: there has
     been one, of TCP at least. `is_turned_away`: somebody listens there, and has ended one.
-    `socket`: to wait for; then `serve`.
+    `has_failed`: so has the last attempt. `socket`: to wait for; then `serve`.
     """
 
     def __init__(
@@ -74,7 +75,19 @@ class Attempts:
         self._monitor = Monitor(context, watched, told)
         self.socket = self._monitor.socket
         self.connection = self._count = 0
-        self.is_connected = self.is_turned_away = False
+        self.is_connected = self.is_turned_away = self.has_failed = False
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for what is to come of the present attempt, at most so long.
+
+        Whether a connection is there.
+        """
+        until = time.monotonic() + timeout_s
+        while not (self.connection or self.has_failed):
+            if not self._monitor.wait(max(0.0, until - time.monotonic())):
+                return False
+            self.serve()
+        return self.connection != 0
 
     def reaches(self, timeout_s: float) -> bool:
         """Whether somebody listens at the address, as the first attempt shows."""
@@ -88,11 +101,13 @@ class Attempts:
             if event == _COME:
                 self._count += 1
                 self.connection, has_come, self.is_turned_away = self._count, True, False
+                self.has_failed = False
             elif event == _GONE:
                 self.connection = 0
             elif event == zmq.Event.CONNECTED:
                 self.is_connected = True
             else:
+                self.has_failed = True
                 self.is_turned_away = self.is_turned_away or event in FAILED_HANDSHAKES
         return has_come
 

@@ -409,7 +409,7 @@ class Dealer(_Socket):
 
         `key`: with a secret, that of this speaker; None: one that is drawn for this link.
 
-        `watches`: for `reaches` and what `Attempts` knows; a connection that comes ends a `poll`.
+        `watches`: for `attempts`; a connection that comes ends a `poll`.
 
         `unacknowledged_s`: a connection on which the other host has not acknowledged what was sent
         for so long is given up, and made anew. TCP itself waits twice as long before each
@@ -440,10 +440,11 @@ class Dealer(_Socket):
                 f"{address} is no address to connect to: {error}; expected host:port"
             ) from error
 
-    def reaches(self, timeout_s: float) -> bool:
-        """See `Attempts`; it is of this dealer if that `watches`."""
+    @property
+    def attempts(self) -> Attempts:
+        """Of one that `watches` and is open."""
         assert self._attempts is not None
-        return self._attempts.reaches(timeout_s)
+        return self._attempts
 
     @property
     def connection(self) -> int:
@@ -454,11 +455,6 @@ class Dealer(_Socket):
     def is_connected(self) -> bool:
         """See `Attempts`."""
         return self._attempts is not None and self._attempts.is_connected
-
-    @property
-    def is_turned_away(self) -> bool:
-        """See `Attempts`."""
-        return self._attempts is not None and self._attempts.is_turned_away
 
     def _inner(self) -> Iterable[zmq.Socket[bytes]]:
         return () if self._attempts is None else (self._attempts.socket,)

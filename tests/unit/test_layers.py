@@ -102,6 +102,7 @@ CLOCK_ALLOWED = {
     "taskd/native/black_box.py": "the stamps are those that libtaskd and the agent compare with "
     "theirs: CLOCK_MONOTONIC in ns, for some µs per step",
     "taskd/native/last_words.py": "waits for another process, in real time",
+    "taskd/transport/monitor.py": "the wait of a real socket",
     "taskd/transport/zeromq.py": "the wait of a real socket",
     "taskd/checkpoint/finish.py": "the date of a checkpoint, for people",
     "taskd/checkpoint/saver.py": "waits for another process, in real time",

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_INTRODUCTION_S = 5.0  # for hosts under load; a host that nobody can reach costs as much
+
 
 class ManagerConnection:
     """See the module. The caller waits with `poll`; then `turn`, or `receive` and `beat`."""
@@ -222,19 +224,34 @@ class ManagerConnection:
         self.beat_at = self._begins_at = self._clock.now() + delay_s
         self.session = Registration(self._timeouts)
 
+    def introduce(self) -> None:
+        """Register before last words that a manager would not take from somebody unknown.
+
+        For a process that ends before it is accepted: it waits for a connection for a moment, but
+        not where the last attempt has failed.
+        """
+        is_unwanted = self.session.is_refused or self.postponed
+        if self.session.is_registered or is_unwanted:
+            return
+        if self._dealer.attempts.wait(_INTRODUCTION_S):
+            self._register()
+
     def close(self) -> None:
         """Leave; last words get a moment to go out."""
         self._say_gathered()
-        self._dealer.close()
+        if self._dealer.connection:
+            self._dealer.part()
+        else:
+            self._dealer.close()
 
     def reaches(self, timeout_s: float) -> bool:
         """Whether anybody listens at the address."""
-        return self._dealer.reaches(timeout_s)
+        return self._dealer.attempts.reaches(timeout_s)
 
     @property
     def why_unheard(self) -> str:
         """What is known of why no manager answers, as the end of a sentence; "": nothing."""
-        if not self._dealer.is_turned_away:
+        if not self._dealer.attempts.is_turned_away:
             return ""
         return (
             " (somebody listens there and ends the connection: another TASKD_SECRET_FILE than "

@@ -87,6 +87,45 @@ def test_the_next_manager_at_the_same_address_is_heard() -> None:
     second.close()
 
 
+def test_who_ends_before_it_is_accepted_has_registered_when_it_says_so() -> None:
+    """Of somebody whom it does not know the manager takes no last words."""
+    manager = zeromq.Router("127.0.0.1:0")
+    spare = Spare(manager.address)
+    spare.connection.introduce()
+    spare.connection.send(messages.Heartbeat(), "last words")
+    spare.connection.close()
+    said: list[messages.Message] = []
+    until = time.monotonic() + _DEADLINE_S
+    while len(said) < 2 and time.monotonic() < until:
+        zeromq.poll([manager], 0.02)
+        said += [codec.decode(data)[1] for _, data in manager.receive()]
+    manager.close()
+    assert said == [messages.SpareRegistered("host", "name"), messages.Heartbeat()]
+
+
+def test_who_ends_does_not_wait_for_a_manager_where_nobody_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("taskd.agent.link.connection._INTRODUCTION_S", 1e6)
+    manager = zeromq.Router("127.0.0.1:0")
+    spare = Spare(manager.address)
+    manager.close()
+    spare.connection.introduce()
+    assert spare.said == []
+    spare.connection.close()
+
+
+def test_who_was_accepted_is_introduced_already() -> None:
+    manager = zeromq.Router("127.0.0.1:0")
+    spare = Spare(manager.address)
+    assert spare.is_answered(manager)
+    spare.said.clear()
+    spare.connection.introduce()
+    assert spare.said == []
+    spare.connection.close()
+    manager.close()
+
+
 def test_without_a_manager_nothing_waits_for_the_next_one_but_what_is_new() -> None:
     """What was said to nobody for minutes, the next manager would read before anything else."""
     first = zeromq.Router("127.0.0.1:0")

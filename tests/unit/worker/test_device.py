@@ -179,9 +179,11 @@ def test_what_is_overdue_is_aborted_by_the_pulse(
     is_over = threading.Event()
 
     def beat() -> None:
-        for _ in range(8):  # two seconds
+        for number in range(80):
             time.sleep(pulse.until_next_s())
             pulse.beat()
+            if number > 7 and ("taken for lost" in caplog.text) is is_lost:
+                break  # after two seconds; later where the main thread is late
         is_over.set()
 
     module = {"__name__": where, "lock": threading.Lock()}
@@ -207,7 +209,7 @@ def test_whoever_moves_is_not_overdue(
 ) -> None:
     monkeypatch.setattr("taskd.worker.process.device._TIMEOUT_S", 0.6)
     pulse, _ = pulse_in(Phase.BACKWARD)
-    here, there = threading.Lock(), threading.Lock()
+    here, there, has_moved = threading.Lock(), threading.Lock(), threading.Semaphore(0)
     here.acquire()
     there.acquire()
     if what == "device":  # the main thread stays here, and the device is idle now and then
@@ -220,6 +222,7 @@ def test_whoever_moves_is_not_overdue(
             pulse.beat()
             if what == "main thread":
                 (here, there)[number % 2].release()
+                has_moved.acquire()  # it may be late
         if what == "device":
             here.release()
 
@@ -227,7 +230,9 @@ def test_whoever_moves_is_not_overdue(
     beating.start()
     for _ in range(4 if what == "main thread" else 0):
         here.acquire()
+        has_moved.release()
         there.acquire()
+        has_moved.release()
     if what == "device":
         here.acquire()
     beating.join()

@@ -55,9 +55,11 @@ RANK = """if True:
 
     def look():
         is_there.wait()
-        for _ in range(40):  # two seconds or more
+        for beats in range(400):
             time.sleep(0.05)
             pulse.beat()
+            if beats > 40 and [box.is_waiting, box.is_debugged] == EXPECTED[rank]:
+                break  # after two seconds: it is to stay so; later where another thread is late
         groups = collectives.Collectives(box).communicators()
         groups_seen = {group.name: (group.entered, group.left) for group in groups}
         print(json.dumps([rank, groups_seen, box.is_waiting, box.is_debugged]), flush=True)
@@ -74,9 +76,11 @@ RANK = """if True:
 """
 
 
-def run(tmp_path: pathlib.Path, wait: str) -> list[list]:
+def run(tmp_path: pathlib.Path, wait: str, *expected: bool) -> list[list]:
+    """`expected`: of rank 1, whether it is seen waiting, and in a debugger."""
     script = tmp_path / "rank.py"
-    script.write_text(RANK.replace("WAIT", wait))
+    flags = [[False, False], list(expected), [True, False]]
+    script.write_text(RANK.replace("WAIT", wait).replace("EXPECTED", str(flags)))
     ranks = [
         harness.Output(
             [sys.executable, str(script), str(rank), str(tmp_path / "store")],
@@ -100,7 +104,7 @@ def run(tmp_path: pathlib.Path, wait: str) -> list[list]:
 
 def test_what_is_sent_between_two_ranks_is_no_collective(tmp_path: pathlib.Path) -> None:
     """Ranks are compared by these numbers: they must count the same."""
-    assert run(tmp_path, "dist.recv(tensor, 0)") == [
+    assert run(tmp_path, "dist.recv(tensor, 0)", True, False) == [
         [0, {"0": [2, 2], "1": [1, 1]}, False, False],
         # torch records no such wait, but the rank is no culprit
         [1, {"0": [2, 2], "1": [1, 1]}, True, False],
@@ -109,7 +113,7 @@ def test_what_is_sent_between_two_ranks_is_no_collective(tmp_path: pathlib.Path)
 
 
 def test_a_wait_for_what_was_asked_for_earlier_is_one_too(tmp_path: pathlib.Path) -> None:
-    assert run(tmp_path, "dist.irecv(tensor, 0).wait()")[1] == [
+    assert run(tmp_path, "dist.irecv(tensor, 0).wait()", True, False)[1] == [
         1,
         {"0": [2, 2], "1": [1, 1]},
         True,
@@ -118,12 +122,13 @@ def test_a_wait_for_what_was_asked_for_earlier_is_one_too(tmp_path: pathlib.Path
 
 
 def test_a_sleep_is_none(tmp_path: pathlib.Path) -> None:
-    assert run(tmp_path, "time.sleep(100)")[1] == [1, {"0": [2, 2], "1": [1, 1]}, False, False]
+    seen = run(tmp_path, "time.sleep(100)", False, False)
+    assert seen[1] == [1, {"0": [2, 2], "1": [1, 1]}, False, False]
 
 
 def test_a_debugger_is_seen(tmp_path: pathlib.Path) -> None:
     wait = "sys.stdin = open(r); breakpoint()"
-    assert run(tmp_path, wait)[1] == [1, {"0": [2, 2], "1": [1, 1]}, False, True]
+    assert run(tmp_path, wait, False, True)[1] == [1, {"0": [2, 2], "1": [1, 1]}, False, True]
 
 
 def test_groups_that_the_script_destroys_leave_their_place_to_later_ones() -> None:
