@@ -93,6 +93,14 @@ def test_a_run_without_fault_returns_the_launchers_result(manager) -> None:
     assert manager.service.result is True
 
 
+def test_a_run_that_is_over_before_it_is_connected_tells_its_manager(manager) -> None:
+    launcher = Launcher([SUCCEEDED])
+    assert init(launcher, manager.port)
+    assert api.start_taskd_agent() is SUCCEEDED
+    manager.thread.join(LIMIT_S)
+    assert manager.service.result is True
+
+
 def test_a_failure_is_reported_and_the_manager_restarts_the_group(manager) -> None:
     lives = [HEALTHY, failed()], [HEALTHY] * 5 + [SUCCEEDED]
     launcher = Launcher(*lives, may_begin=is_connected)

@@ -144,6 +144,7 @@ class CallbackAgent:
     # ------------------------------------------------------------------ what happened
 
     def _succeed(self, result: Any, manager: ManagerConnection) -> Any:
+        manager.introduce()
         for rank in self._ranks():
             self._say(
                 events.WorkerFinished(self._clock.now(), "finished", rank, self._incarnations[rank])
