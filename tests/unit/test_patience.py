@@ -20,7 +20,6 @@ STARVED_S = 4.0
 LIMIT_S = 3.0  # less
 _SLEEP = "import time; time.sleep(600)"
 # For so long its children have eight of nine parts of the processor; it needs more than the ninth.
-# All have one priority: a wait counts only when it ends, and at a lower one that takes seconds.
 _STARVED = f"""
 import os, time
 os.sched_setaffinity(0, {{min(os.sched_getaffinity(0))}})
@@ -35,6 +34,16 @@ while time.process_time() < end:
     pass
 print("done", flush=True)
 """
+# At this priority one wait lasts for seconds, and the kernel counts it when it ends.
+_IDLE = """
+print("begun", flush=True)
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+end ="""
+_STARVED_LONG = (
+    _STARVED.replace(f"+ {STARVED_S}", "+ 600")
+    .replace("range(8)", "range(2)")
+    .replace("end =", _IDLE)
+)
 
 
 @pytest.fixture
@@ -64,6 +73,15 @@ def test_so_is_what_it_prints(start) -> None:
     before = time.monotonic()
     start(_STARVED).wait_text("done", LIMIT_S)
     assert time.monotonic() - before > STARVED_S
+
+
+def test_a_wait_that_is_not_over_is_counted(start) -> None:
+    output = start(_STARVED_LONG)
+    output.wait_text("begun", LIMIT_S)
+    patience, until = Patience(0.1, lambda: [output.process.pid]), time.monotonic() + 2.0
+    while time.monotonic() < until:
+        assert patience.left_s() > 0, patience
+        time.sleep(0.01)
 
 
 def test_one_that_sleeps_is_not(start) -> None:
