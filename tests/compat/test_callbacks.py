@@ -116,7 +116,8 @@ def test_a_failure_is_reported_and_the_manager_restarts_the_group(manager) -> No
 def test_a_manager_that_comes_after_a_restart_alone_is_told_of_it(later, monkeypatch) -> None:
     """What waited for it says how the workers were when nobody answered."""
     monkeypatch.setenv("TASKD_FAULT_TIMEOUT", "3")
-    launcher = Launcher([failed()], [failed()], [SUCCEEDED])
+    lives = [failed()], [failed()], [SUCCEEDED]
+    launcher = Launcher(*lives, may_begin=lambda: launcher.calls == ["start"] or is_connected())
     restart = launcher._restart_workers
     launcher._restart_workers = lambda group: (restart(group), later.thread.start())
     assert init(launcher, later.port)
