@@ -20,6 +20,7 @@ from taskd.checkpoint.names import Kind
 from taskd.checkpoint.publish import publish
 from taskd.checkpoint.save import refuse, write
 from taskd.errors import CheckpointError
+from taskd.threads import start_thread
 
 log = logging.getLogger(__name__)
 
@@ -142,10 +143,7 @@ class Saver:
 
     def _begin(self, target: Callable[..., None], *arguments: object) -> None:
         self.awaits_others = False
-        self._thread = threading.Thread(
-            target=target, args=arguments, name="taskd-saver", daemon=True
-        )
-        self._thread.start()
+        self._thread = start_thread("taskd-saver", target, *arguments)
 
     def _run(self, draft: Draft, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         began = time.monotonic()

@@ -10,6 +10,7 @@ calls hold the interpreter lock only while process groups are made.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -29,6 +30,7 @@ from taskd.log import stand_in
 from taskd.native import death_alarm, last_words
 from taskd.native.arenas import Arenas
 from taskd.native.black_box import BlackBox, Phase
+from taskd.threads import start_thread
 from taskd.transport.channel import Channel
 from taskd.wire import codec, translate
 from taskd.worker.exceptions.signature import signature
@@ -110,8 +112,9 @@ class Link:
         self._sigterm.watch()
         self._hook, sys.excepthook = sys.excepthook, self._uncaught
         os.register_at_fork(after_in_child=self._disarm)
-        self._thread = threading.Thread(target=self._listen, name="taskd", daemon=True)
-        self._thread.start()
+        self._end_fd = os.eventfd(0, os.EFD_CLOEXEC)  # readable when the interpreter is to end
+        end = functools.partial(os.eventfd_write, self._end_fd, 1)
+        start_thread("taskd", self._listen, stop=end)
         self.tell(events.WorkerReady, "ready", guarded=self._guarded)
 
     def tell(self, kind: type[WorkerEvent], cause: str, **fields: Any) -> None:
@@ -142,9 +145,11 @@ class Link:
     def _listen(self) -> None:
         poller = select.poll()
         poller.register(self._channel.fd, select.POLLIN)
+        poller.register(self._end_fd, select.POLLIN)
         poller.register(self._sigterm.fd, select.POLLIN)
         while not self._channel.closed:
-            poller.poll(_BEAT_S * 1000)
+            if (self._end_fd, select.POLLIN) in poller.poll(_BEAT_S * 1000):
+                return
             self.box.mark_python(waiting=False)
             self._channel.receive()  # orders are for workers that are recovered in place
             if self._sigterm.read() and not self._channel.closed:

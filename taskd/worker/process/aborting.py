@@ -12,6 +12,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from taskd.threads import start_thread
+
 log = logging.getLogger(__name__)
 
 _ABORT_S = 5.0  # then the thread that listens to the agent is needed elsewhere
@@ -164,10 +166,9 @@ def abort_groups(
     for backend in map(unwrapped, backends):
         if "Gloo" in type(backend).__name__ or _is_alive(under_way.get(id(backend))):
             continue
-        thread = threading.Thread(target=_abort, args=[backend], name="taskd-abort", daemon=True)
+        thread = start_thread("taskd-abort", _abort, backend)
         under_way[id(backend)] = thread
         begun.append(thread)
-        thread.start()
     shut_down_sockets(sockets)
     deadline = time.monotonic() + _ABORT_S
     for thread in begun:

@@ -10,11 +10,11 @@ thread around the user's function.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
 import select
-import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from taskd.errors import Interrupted, RemoteProtocolError
 from taskd.log import stand_in
 from taskd.native import collectives, death_alarm, last_words
 from taskd.native.black_box import BlackBox, Phase
+from taskd.threads import start_thread
 from taskd.transport.channel import Channel
 from taskd.wire import codec, translate
 from taskd.worker.life import Supervisor, of_process, set_current
@@ -89,7 +90,7 @@ class Runtime(Supervisor):
         self._began_at = time.monotonic()
         self._declared = self._entered = False
         self._modes = Modes()
-        self._thread = threading.Thread(target=self._listen, name="taskd", daemon=True)
+        self._end_fd = os.eventfd(0, os.EFD_CLOEXEC)  # readable when the interpreter is to end
 
     def start(self) -> None:
         """Begin to listen; from here on the process can be interrupted."""
@@ -99,7 +100,8 @@ class Runtime(Supervisor):
         if self._is_restarted or self._imports is not None:
             first_step.watch(self._note_first_step)
         os.register_at_fork(after_in_child=self._disarm)
-        self._thread.start()
+        end = functools.partial(os.eventfd_write, self._end_fd, 1)
+        start_thread("taskd", self._listen, stop=end)
         self.uplink.tell(events.WorkerReady, "ready", guarded=self.guarded)
 
     def _note_first_step(self) -> None:
@@ -194,13 +196,14 @@ class Runtime(Supervisor):
     def _listen(self) -> None:
         poller = select.poll()
         poller.register(self._channel.fd, select.POLLIN)
+        poller.register(self._end_fd, select.POLLIN)
         if self.sigterm is not None:
             poller.register(self.sigterm.fd, select.POLLIN)
         while not self._channel.closed:
             wait_s, due_s = self._pulse.until_next_s(), self._unwinding.until_due_s()
-            if due_s is not None:
-                wait_s = min(wait_s, due_s)
-            poller.poll(math.ceil(wait_s * 1000))
+            ready = poller.poll(math.ceil(min(wait_s, math.inf if due_s is None else due_s) * 1000))
+            if (self._end_fd, select.POLLIN) in ready:
+                return
             self._pulse.beat()
             if self._imports is not None:
                 self._imports.report_if_due()

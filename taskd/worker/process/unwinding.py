@@ -7,12 +7,12 @@ decided by `taskd.core.policy.unwinding`.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from taskd.core.policy.unwinding import Course, course_of
+from taskd.threads import start_thread
 from taskd.worker.process.orders import Where
 
 if TYPE_CHECKING:
@@ -151,4 +151,4 @@ class Unwinding:
             return
         if not life.interrupts.is_held:
             self._stopped = abort.generation
-            threading.Thread(target=life.stop_device, name="taskd-stop", daemon=True).start()
+            start_thread("taskd-stop", life.stop_device)

@@ -26,6 +26,7 @@ import torch
 from taskd.errors import ArenaError, StateError
 from taskd.native.arena import PIECE_BYTES, Arena, Held, Snapshot, Writer
 from taskd.native.arena_index import room_for, room_for_rest
+from taskd.threads import start_thread
 from taskd.worker.objects.memory import overwrite
 from taskd.worker.saving.staging import Staging, mark
 
@@ -161,8 +162,7 @@ class Snapshotter:
         }
         self._idle.clear()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="taskd-snapshot", daemon=True)
-            self._thread.start()
+            self._thread = start_thread("taskd-snapshot", self._run, stop=self._begin_to_close)
         counters = _counters(taken)
         self._jobs.put(Job(version, generation, taken, rest, events, counters))
         return True
@@ -185,10 +185,13 @@ class Snapshotter:
 
         The arena stays open: it belongs to whoever made it.
         """
-        self._is_closing = True
-        if self._thread is not None and self._thread.is_alive():
-            self._jobs.put(None)
+        self._begin_to_close()
+        if self._thread is not None:
             self._thread.join()
+
+    def _begin_to_close(self) -> None:
+        self._is_closing = True
+        self._jobs.put(None)
 
     # ------------------------------------------------------------ the copying thread
 
