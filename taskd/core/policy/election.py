@@ -33,6 +33,7 @@ from dataclasses import dataclass, replace
 from taskd.core.votes import MAX_NUMBER, SKIPPED, AskVote, Elected, Roster, Vote, Voter
 
 _RETRY_S = 0.25  # a round of votes takes a round trip
+_PATIENCE_S = 0.5  # the first time
 _START_S = 5.0  # a manager that was elected has to be there
 _STEP_S = 0.15  # between two who would ask in the same moment: the next in order comes first
 MAX_VOTERS = 99  # more would not make it any safer
@@ -64,6 +65,14 @@ class Won:
         return replace(self, roster=replace(newest, term=self.term, number=number))
 
 
+@dataclass(slots=True)
+class _Round:
+    """What this voter has asked all others, and who has said yes."""
+
+    term: int
+    given: set[str]
+
+
 class Election:
     """One voter: it asks the others when its manager is missing, and is asked by them.
 
@@ -79,8 +88,12 @@ class Election:
         self._address = ""  # of that manager
         self._is_missed = True
         self._waits_until = 0.0  # for a manager that is being started
-        self._asked: AskVote | None = None  # by this voter, and still open
-        self._given: set[str] = set()
+        # for the votes; twice as long each time, as those of another may have come between
+        self._patience_s = _PATIENCE_S
+        self._trial: _Round | None = None  # the last one, if it is open
+        # Open until this voter promises anything newer: who has given it a vote gives no other one
+        # for seconds, and a message may take longer than the time to the next trial.
+        self._candidacy: _Round | None = None
 
     @property
     def can_elect(self) -> bool:
@@ -99,8 +112,9 @@ class Election:
     def obey(self, address: str, term: int) -> None:
         """The manager of this term has accepted the agent."""
         self._address, self.term, self.promised = address, term, max(term, self.promised)
-        self._is_missed, self.next_deadline, self._asked = False, None, None
-        self._waits_until = 0.0
+        self._is_missed, self.next_deadline, self._waits_until = False, None, 0.0
+        self._trial = self._candidacy = None
+        self._patience_s = _PATIENCE_S
 
     def miss(self, now: float) -> None:
         """The manager has been silent for too long."""
@@ -130,7 +144,8 @@ class Election:
         """The answer to another one that would start a manager."""
         is_given = self._would_give(candidate, ask, now)
         if is_given and not ask.is_trial:
-            self.promised, self._asked = ask.term, None  # its own candidacy is over
+            self.promised = ask.term
+            self._trial = self._candidacy = None
             self._wait(now)
         if self._is_missed:
             return Vote(ask.term, ask.is_trial, is_given)
@@ -140,19 +155,19 @@ class Election:
         """What follows from it: the next question to all, whom to obey, or that this one won."""
         if self._is_missed and vote.manager and self.may_obey(vote.manager_term):
             return Elected(vote.manager_term, vote.manager)
-        asked = self._asked
-        is_answer = asked is not None and (vote.term, vote.is_trial) == (asked.term, asked.is_trial)
-        if asked is None or self.roster is None or not is_answer or not vote.is_given:
+        asked = self._trial if vote.is_trial else self._candidacy
+        if asked is None or self.roster is None or vote.term != asked.term or not vote.is_given:
             return None
-        self._given.add(name)
-        if not self.roster.is_quorum(self._given):
+        asked.given.add(name)
+        if not self.roster.is_quorum(asked.given):
             return None
-        if asked.is_trial:
-            self.next_deadline = now + 2 * _RETRY_S
+        self._trial = self._candidacy = None
+        if vote.is_trial:
+            self.next_deadline = now + self._patience_s
+            self._patience_s = min(2 * self._patience_s, _START_S)
             return self._ask(is_trial=False)
-        self._asked = None
         self._wait(now)
-        return Won(asked.term, self.roster, tuple(sorted(self._given)))
+        return Won(asked.term, self.roster, tuple(sorted(asked.given)))
 
     def knows(self, name: str) -> bool:
         """Whether this is a voter of its roster, or was one of the former."""
@@ -177,12 +192,12 @@ class Election:
 
     def _ask(self, *, is_trial: bool) -> AskVote:
         assert self.roster is not None
-        term = max(self.promised, self.term) + 1
-        if not is_trial:
-            self.promised = term  # its own vote
-        self._given = {self.name}
-        self._asked = AskVote(term, is_trial, *self.roster.key)
-        return self._asked
+        begun = _Round(max(self.promised, self.term) + 1, {self.name})
+        if is_trial:
+            self._trial = begun
+        else:
+            self._candidacy, self.promised = begun, begun.term  # its own vote
+        return AskVote(begun.term, is_trial, *self.roster.key)
 
     def _wait(self, now: float) -> None:
         """A manager is being started."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 
@@ -38,6 +39,43 @@ def first_ask(one: Election) -> AskVote:
     ask = one.turn(one.next_deadline)
     assert ask is not None
     return ask
+
+
+def simulate(chance: random.Random, most_s: float) -> list[tuple[float, Won]]:
+    """What comes within a minute of three voters whose messages take up to `most_s` each.
+
+    Who was elected, and when; no manager ever answers.
+    """
+    voters = {name: voter(name) for name in NAMES}
+    wins: list[tuple[float, Won]] = []
+    coming: list[tuple[float, str, str, AskVote | Vote]] = []
+    now = 0.0
+    while now < 60.0:
+        due = [(one.next_deadline, name) for name, one in voters.items() if one.next_deadline]
+        asks: list[tuple[str, AskVote]] = []
+        if coming and (not due or min(coming)[0] < min(due)[0]):
+            coming.sort(key=lambda message: message[0])
+            now, source, target, message = coming.pop(0)
+            if isinstance(message, AskVote):
+                answer = voters[target].take_ask(source, message, now)
+                coming.append((now + chance.uniform(0, most_s), target, source, answer))
+            else:
+                outcome = voters[target].take_vote(source, message, now)
+                if isinstance(outcome, AskVote):
+                    asks.append((target, outcome))
+                elif isinstance(outcome, Won):
+                    wins.append((now, outcome))
+        else:
+            now, name = min(due)
+            asked = voters[name].turn(now)
+            asks += [] if asked is None else [(name, asked)]
+        coming += [
+            (now + chance.uniform(0, most_s), source, target, ask)
+            for source, ask in asks
+            for target in NAMES
+            if target != source
+        ]
+    return wins
 
 
 class TestVoters:
@@ -110,6 +148,35 @@ class TestVoters:
         trial = first_ask(candidate)
         for vote in (Vote(trial.term, False, True), Vote(trial.term + 1, True, True)):
             assert candidate.take_vote("c", vote, 10.3) is None
+
+    def test_a_vote_that_comes_after_the_next_trial_has_begun_counts(self) -> None:
+        """Who has given it gives no other one before the manager has had time to start."""
+        candidate, other = voter("b"), voter("c")
+        ask = candidate.take_vote("c", other.take_ask("b", first_ask(candidate), 10.3), 10.3)
+        assert isinstance(ask, AskVote)
+        vote = other.take_ask("b", ask, 10.5)
+        trial = first_ask(candidate)
+        assert (trial.term, trial.is_trial) == (2, True)
+        assert not other.take_ask("b", trial, 11.0).is_given
+        assert candidate.take_vote("c", vote, 12.0) == Won(1, roster(), ("b", "c"))
+        assert candidate.take_vote("a", vote, 12.1) is None, "it has won already"
+
+    def test_a_vote_counts_nothing_once_the_candidate_has_given_its_own_to_another(self) -> None:
+        candidate, other = voter("b"), voter("c")
+        ask = candidate.take_vote("c", other.take_ask("b", first_ask(candidate), 10.3), 10.3)
+        assert isinstance(ask, AskVote)
+        vote = other.take_ask("b", ask, 10.5)
+        assert candidate.take_ask("a", dataclasses.replace(ask, term=2), 10.6).is_given
+        assert candidate.take_vote("c", vote, 10.7) is None
+
+    @pytest.mark.parametrize("seed", range(20))
+    @pytest.mark.parametrize("most_s", [0.05, 0.3, 1.0, 2.0])
+    def test_one_is_elected_however_long_a_vote_takes(self, most_s: float, seed: int) -> None:
+        """Each message up to so long, in any order; once in each term at most."""
+        wins = simulate(random.Random(seed), most_s)
+        assert wins
+        assert len({won.term for _, won in wins}) == len(wins)
+        assert wins[0][0] < 25.0, "15 s after they have missed their manager"
 
     def test_an_older_roster_or_one_without_it_is_not_kept(self) -> None:
         one = voter("b", known=roster(5))
