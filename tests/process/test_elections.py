@@ -81,7 +81,7 @@ def test_the_manager_is_lost_with_its_node(
         wait_until(job, lambda: not job.leftovers())  # no torchrun waits for an elected manager
 
 
-@pytest.mark.extended  # decisions: tests/unit/core/test_election.py, tests/unit/manager
+@pytest.mark.extended  # decisions: tests/unit/core/test_electorate.py, tests/unit/manager
 def test_a_manager_was_started_again_before_its_host_is_lost(
     tmp_path: pathlib.Path,
     reference,  # noqa: F811

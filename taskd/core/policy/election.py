@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from taskd.core.votes import MAX_NUMBER, SKIPPED, AskVote, Elected, Roster, Vote, Voter
 
 _RETRY_S = 0.25  # a round of votes takes a round trip
-_PATIENCE_S = 0.5  # the first time
+_PATIENCE_S = 0.5  # for the votes, the first time
 _START_S = 5.0  # a manager that was elected has to be there
 _STEP_S = 0.15  # between two who would ask in the same moment: the next in order comes first
 MAX_VOTERS = 99  # more would not make it any safer
@@ -88,7 +88,7 @@ class Election:
         self._address = ""  # of that manager
         self._is_missed = True
         self._waits_until = 0.0  # for a manager that is being started
-        # for the votes; twice as long each time, as those of another may have come between
+        # twice as long each time, as the votes of another may have come between
         self._patience_s = _PATIENCE_S
         self._trial: _Round | None = None  # the last one, if it is open
         # Open until this voter promises anything newer: who has given it a vote gives no other one

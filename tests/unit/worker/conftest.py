@@ -9,6 +9,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from job import Job
 from world import World
 
+from taskd.worker.process.groups import Groups
+
 
 @pytest.fixture
 def job():
@@ -31,3 +33,11 @@ def world(tmp_path_factory):
     world = World(tmp_path_factory.mktemp("world"))
     yield world
     world.close()
+
+
+@pytest.fixture
+def groups():
+    groups = Groups(0, 0)
+    groups.install(lambda call: call())
+    yield groups
+    groups.uninstall()
