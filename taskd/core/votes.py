@@ -67,24 +67,25 @@ class Roster:
         """Where each of them is asked for its vote, by name."""
         return {one.name: one.address for one in self._all}
 
+    @property
+    def groups(self) -> list[tuple[str, ...]]:
+        """The names of these voters, and of each former roster."""
+        return [self.names, *self.former]
+
     def is_quorum(self, names: Collection[str]) -> bool:
         """Whether these may elect a manager."""
-        return all(2 * _count(group, names) > len(group) for group in self._groups)
+        return all(2 * _count(group, names) > len(group) for group in self.groups)
 
     def is_half(self, names: Collection[str], more: int = 0) -> bool:
         """Whether those who are not among these cannot elect another one.
 
         `more`: so many others will be added, whoever they are.
         """
-        return all(2 * (_count(group, names) + more) >= len(group) for group in self._groups)
+        return all(2 * (_count(group, names) + more) >= len(group) for group in self.groups)
 
     @property
     def _all(self) -> tuple[Voter | Witness, ...]:
         return self.voters if self.witness is None else (*self.voters, self.witness)
-
-    @property
-    def _groups(self) -> list[tuple[str, ...]]:
-        return [self.names, *self.former]
 
 
 def fitting(addresses: Iterable[str]) -> tuple[str, ...]:
@@ -121,6 +122,8 @@ class Vote:
     """The answer to `AskVote`, whose `term` and `is_trial` it repeats.
 
     `manager` and `manager_term`: where the manager is that the voter obeys; "": it has none.
+    `promised`: the newest term that it has voted in, or whose manager it has obeyed: it gives no
+    vote in one up to that. `roster`: of a witness, if it is newer than that of the candidate.
     """
 
     term: int
@@ -128,6 +131,8 @@ class Vote:
     is_given: bool
     manager: str = ""
     manager_term: int = 0
+    promised: int = 0
+    roster: Roster | None = None
 
 
 @dataclass(frozen=True, slots=True)

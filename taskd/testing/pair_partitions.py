@@ -11,11 +11,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from taskd.core.policy.election import Election, Won
+from taskd.core.policy.election import MIN_VOTERS, Election, Won
 from taskd.core.policy.pairs import PLACES, PairElectorate, WaitingSpare
 from taskd.core.votes import Elected, Voter
 from taskd.testing.partition_world import PartitionWorld
 
+_REPEAT_S = 5.0  # as of `taskd.agent.link.electing`
+_HEALED_S = 60.0
 APART = -1  # the host of a manager that is on none of the nodes
 
 
@@ -56,6 +58,7 @@ class PairWorld(PartitionWorld[Torchrun, Manager]):
 
     is_apart: bool = False
     deaf: set[int] = field(default_factory=set)  # hosts that hear no orders, and are heard
+    _repeats_at: float = _REPEAT_S
     taken: int = 0  # places of lost nodes
 
     def __post_init__(self) -> None:
@@ -94,6 +97,14 @@ class PairWorld(PartitionWorld[Torchrun, Manager]):
         for one in self.torchruns:
             one.manager = new if one.manager is manager else one.manager
 
+    def turn(self) -> None:
+        """A moment passes; and whoever has elected a manager says so again and again."""
+        PartitionWorld.turn(self)
+        if self.now >= self._repeats_at:
+            self._repeats_at = self.now + _REPEAT_S
+            for manager in [one for one in self.managers if one.won and self._runs(one)]:
+                self._tell_elected(manager)
+
     def look(self, manager: Manager) -> None:
         """The manager hears who is there, gives away what is free, and tells who votes."""
         if not self._runs(manager):
@@ -101,6 +112,9 @@ class PairWorld(PartitionWorld[Torchrun, Manager]):
         for one in self.torchruns:
             if one.manager is manager and self._is_heard(one, manager):
                 self._register(one, manager)
+        if any(self._deposes(one, manager) for one in self.torchruns):
+            manager.is_over = True
+            return
         names = [one.name for one in manager.holders.values()]
         if not manager.electorate.may_hold(names, PLACES - len(names)):
             manager.is_over = True  # it has accepted who was replaced before it began
@@ -199,6 +213,13 @@ class PairWorld(PartitionWorld[Torchrun, Manager]):
         may = one.election.may_obey(manager.term)
         return may and self._runs(manager) and self.reaches(one.host, manager.host)
 
+    def _deposes(self, one: Torchrun, manager: Manager) -> bool:
+        """Whether the manager hears from one of its voters that it has voted for a later one."""
+        told = manager.electorate.roster
+        is_voter = told is not None and one.name in told.names
+        is_there = one.manager is manager and self.reaches(one.host, manager.host)
+        return is_voter and is_there and one.election.promised > manager.term
+
     def _look_for_manager(self, one: Torchrun) -> None:
         if not self._is_heard(one, one.manager):
             if one.election.next_deadline is None:
@@ -213,9 +234,13 @@ class PairWorld(PartitionWorld[Torchrun, Manager]):
             return
         manager = Manager(winner.host, PairElectorate(won.term, won.roster), won)
         self.managers.append(manager)
-        elected = Elected(won.term, self._address(manager))
+        self._follow(winner, Elected(won.term, self._address(manager)))
+        self._tell_elected(manager)
+
+    def _tell_elected(self, manager: Manager) -> None:
+        elected = Elected(manager.term, self._address(manager))
         for one in self.torchruns:
-            if one is winner or self._arrives(winner.host, one.host):
+            if self._arrives(manager.host, one.host):
                 self._follow(one, elected)
 
     def _follow(self, one: Torchrun, elected: Elected) -> None:
@@ -255,11 +280,10 @@ def _step(world: PairWorld, chance: random.Random) -> None:
             world.deaf = {host for host in hosts if chance.random() < 0.4}
 
 
-def play(seed: int, step_count: int = 80) -> tuple[int, int]:
+def story(seed: int, step_count: int = 80) -> PairWorld:
     """A random story of two nodes and one or two spares, others of which come later.
 
-    Returns how many elections were won, and how many places were taken. Raises AssertionError: two
-    managers brought the job on.
+    Raises AssertionError: two managers brought the job on.
     """
     chance = random.Random(seed)  # noqa: S311
     loss, is_apart = chance.choice((0.0, 0.0, 0.1, 0.4)), chance.random() < 0.3
@@ -270,4 +294,46 @@ def play(seed: int, step_count: int = 80) -> tuple[int, int]:
             world.turn()
             going = world.who_goes_on()
             assert len(going) <= 1, f"seed {seed}: {len(going)} managers at {world.now:g}"
+    return world
+
+
+def play(seed: int) -> tuple[int, int]:
+    """A `story`: how many elections were won, and how many places were taken."""
+    world = story(seed)
     return sum(manager.won is not None for manager in world.managers), world.taken
+
+
+def heal(world: PairWorld) -> bool:
+    """All hosts that are left reach each other from now on, and no manager is stopped.
+
+    Returns whether an agent has a manager then, within a minute, or none can be elected.
+    """
+    world.split({})
+    world.loss, world.deaf = 0.0, set()
+    for manager in world.managers:
+        manager.is_stopped = False
+    until = world.now + _HEALED_S
+    while world.now < until:
+        if any(world.present(manager) for manager in world.managers):
+            return True
+        world.turn()
+    return not any(_may_be_elected(world, one) for one in world.torchruns)
+
+
+def _may_be_elected(world: PairWorld, one: Torchrun) -> bool:
+    """Whether those who are left are enough, and know the candidate."""
+    there = {other.name: other for other in world.torchruns if other.host not in world.dead}
+    roster = one.election.roster
+    if one.name not in there or one.place is None or not one.election.may_ask or roster is None:
+        return False
+    witness = None if roster.witness is None else there.get(roster.witness.name)
+    if witness is not None and witness.election.roster is not None:
+        roster = max(roster, witness.election.roster, key=lambda known: known.key)
+    votes = {one.name} | {
+        name
+        for name, other in there.items()
+        if other.election.knows(one.name)
+        and other.election.roster is not None
+        and other.election.roster.key <= roster.key
+    }
+    return len(roster.names) >= MIN_VOTERS and one.name in roster.names and roster.is_quorum(votes)

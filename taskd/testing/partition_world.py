@@ -108,8 +108,9 @@ class PartitionWorld(ABC, Generic[Torchrun, Manager]):
         """It hears of an elected manager."""
 
     def _ask(self, candidate: Torchrun, ask: AskVote) -> None:
-        for other in self._voters(candidate.election.roster):
-            if other is candidate or not self._arrives(candidate.host, other.host):
+        asked = candidate.election.others
+        for other in [one for one in self.torchruns if one.name in asked]:
+            if not self._arrives(candidate.host, other.host):
                 continue
             vote = other.election.take_ask(candidate.name, ask, self.now)
             if self._arrives(other.host, candidate.host):

@@ -29,6 +29,11 @@ ELECTING = {
     "SLEEP_S": "0.05",
 }
 NODES = 4
+# sitecustomize: a manager that an agent starts needs longer than the 5 s that it has the first time
+SLOW_START = """import time
+if b"taskd.manager.automatic" in open("/proc/self/cmdline", "rb").read():
+    time.sleep(7.0)
+"""
 HELD = "0@9:step:told-go-on"  # nobody goes on from there before those who are to vote are known
 
 
@@ -294,6 +299,37 @@ def test_of_two_nodes_a_stopped_manager_goes_on_late(
         assert [output.returncode for output in outputs] == [0] * 3, job.story()
         assert job.recoveries() == []
         assert job.digests() == reference(nproc=2, STEPS="160")
+
+
+def test_of_two_nodes_the_next_manager_takes_longer_to_start_than_it_is_waited_for(
+    tmp_path: pathlib.Path,
+    reference,  # noqa: F811
+) -> None:
+    """Each one: what is started instead of the first has more time."""
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "sitecustomize.py").write_text(SLOW_START)
+    with _pair(
+        tmp_path / "job",
+        STEPS="120",
+        TASKD_JOIN_TIMEOUT="60",
+        FAULTS=HELD,
+        PYTHONPATH=f"{harness.environment()['PYTHONPATH']}{os.pathsep}{library}",
+    ) as job:
+        manager = job.start_manager()
+        agents = [_start(job, node_rank, count=2) for node_rank in range(2)]
+        spare = _start(job, 2, count=2, TASKD_SPARE="1")
+        manager.wait_text("has a vote", LIMIT_S)
+        job.tell()
+        wait_for_step(job, 12)
+        for process in (manager.process, agents[0].process):
+            os.kill(process.pid, signal.SIGKILL)
+        outputs = [agent.wait(LIMIT_S) for agent in (agents[1], spare)]
+        assert [output.returncode for output in outputs] == [0] * 2, job.story()
+        assert "starts the next manager (term 2)" in outputs[0].output
+        assert "(term 3)" not in outputs[0].output
+        assert [record["strategy"] for record in job.recoveries()] == ["recover"]
+        assert job.digests() == reference(nproc=2, STEPS="120")
 
 
 @pytest.mark.parametrize("case", ["none", "gone", "late", "two"])

@@ -156,8 +156,10 @@ class Electing:
 
     def started(self, term: int, address: str) -> None:
         """The manager that was started here listens: all others are to hear of it."""
+        now = self._clock.now()
         self._elected = Elected(term, address)
-        self._tell_elected(self._clock.now())
+        self.election.begun(term, now)
+        self._tell_elected(now)
 
     def turn(self, now: float) -> None:
         """Ask others if it is time, and repeat who was elected."""
@@ -225,7 +227,13 @@ class Electing:
                 "node %d votes for the manager of another node (term %d)", self._node_rank, ask.term
             )
         answer = messages.Vote(
-            vote.term, vote.is_trial, vote.is_given, vote.manager, vote.manager_term
+            vote.term,
+            vote.is_trial,
+            vote.is_given,
+            vote.manager,
+            vote.manager_term,
+            vote.promised,
+            vote.roster,
         )
         self._door.listener.router.send(peer, self._door.encode(answer))
 
@@ -237,23 +245,18 @@ class Electing:
         return None
 
     def _ask(self, ask: AskVote) -> None:
-        roster = self.election.roster
-        assert roster is not None
         if not ask.is_trial:
             log.warning("node %d asks for votes (term %d)", self._node_rank, ask.term)
         message = messages.AskVote(ask.term, ask.is_trial, ask.roster_term, ask.roster_number)
-        self._send(message, self._others(roster), is_answered=True)
+        self._send(message, self.election.others.values(), is_answered=True)
 
     def _tell_elected(self, now: float) -> None:
         roster, elected = self.election.roster, self._elected
         assert roster is not None
         assert elected is not None
-        told = dict.fromkeys((*self._others(roster), *roster.listeners))
+        told = dict.fromkeys((*self.election.others.values(), *roster.listeners))
         self._repeats_at = now + max(_REPEAT_S, len(told) / _TOLD_PER_S)
         self._send(messages.Elected(elected.term, elected.address), told, is_answered=False)
-
-    def _others(self, roster: Roster) -> list[str]:
-        return [address for name, address in roster.addresses.items() if name != self.name]
 
     def _send(
         self, message: messages.Message, addresses: Iterable[str], *, is_answered: bool

@@ -24,7 +24,9 @@ A manager that starts with the job is one of half of the roster, too: of two nod
 of four, its side goes on, and the other one waits and ends when its time is over.
 
 The terms are those of Raft (Ongaro and Ousterhout, 2014); a trial is its pre-vote. There is no log:
-agents tell a new manager all that it has to know. Knows no connection and no clock.
+agents tell a new manager all that it has to know. A voter that refuses says the term that it has
+promised, and a witness its roster if it is newer, so that the candidate gets the vote next time.
+Knows no connection and no clock.
 """
 
 from collections.abc import Collection
@@ -34,7 +36,8 @@ from taskd.core.votes import MAX_NUMBER, SKIPPED, AskVote, Elected, Roster, Vote
 
 _RETRY_S = 0.25  # a round of votes takes a round trip
 _PATIENCE_S = 0.5  # for the votes, the first time
-_START_S = 5.0  # a manager that was elected has to be there
+_START_S = 5.0  # a manager that was elected has to be there, the first time
+_MOST_START_S = 20.0
 _STEP_S = 0.15  # between two who would ask in the same moment: the next in order comes first
 MAX_VOTERS = 99  # more would not make it any safer
 MIN_VOTERS = 3  # of two, none is more than half
@@ -88,8 +91,11 @@ class Election:
         self._address = ""  # of that manager
         self._is_missed = True
         self._waits_until = 0.0  # for a manager that is being started
-        # twice as long each time, as the votes of another may have come between
-        self._patience_s = _PATIENCE_S
+        # Both twice as long each time: the votes of another may have come between, and a host
+        # under load may take longer to start a manager.
+        self._patience_s, self._start_s = _PATIENCE_S, _START_S
+        self._heard = 0  # the newest term that another voter has promised
+        self._addresses: dict[str, str] = {}  # of the voters of the roster and of former ones
         self._trial: _Round | None = None  # the last one, if it is open
         # Open until this voter promises anything newer: who has given it a vote gives no other one
         # for seconds, and a message may take longer than the time to the next trial.
@@ -114,7 +120,13 @@ class Election:
         self._address, self.term, self.promised = address, term, max(term, self.promised)
         self._is_missed, self.next_deadline, self._waits_until = False, None, 0.0
         self._trial = self._candidacy = None
-        self._patience_s = _PATIENCE_S
+        self._patience_s, self._start_s = _PATIENCE_S, _START_S
+
+    def begun(self, term: int, now: float) -> None:
+        """The manager of this term, which was elected here, listens: it has time to answer."""
+        if self._is_missed and term == self.promised:
+            self._trial = None
+            self._wait(now)
 
     def miss(self, now: float) -> None:
         """The manager has been silent for too long."""
@@ -127,8 +139,13 @@ class Election:
         is_newer = self.roster is None or roster.key >= self.roster.key
         if not is_newer or self.name not in roster.names or not self.may_obey(roster.term):
             return False
-        self.roster = roster
+        self._know(roster)
         return True
+
+    @property
+    def others(self) -> dict[str, str]:
+        """Where to ask whom, by name: the voters of the roster, and of former ones that count."""
+        return {name: where for name, where in self._addresses.items() if name != self.name}
 
     def turn(self, now: float) -> AskVote | None:
         """What to ask all others now, if it is time."""
@@ -147,14 +164,16 @@ class Election:
             self.promised = ask.term
             self._trial = self._candidacy = None
             self._wait(now)
+        told = (max(self.promised, self.term), self._newer_than(ask))
         if self._is_missed:
-            return Vote(ask.term, ask.is_trial, is_given)
-        return Vote(ask.term, ask.is_trial, is_given, self._address, self.term)
+            return Vote(ask.term, ask.is_trial, is_given, "", 0, *told)
+        return Vote(ask.term, ask.is_trial, is_given, self._address, self.term, *told)
 
     def take_vote(self, name: str, vote: Vote, now: float) -> AskVote | Elected | Won | None:
         """What follows from it: the next question to all, whom to obey, or that this one won."""
         if self._is_missed and vote.manager and self.may_obey(vote.manager_term):
             return Elected(vote.manager_term, vote.manager)
+        self._catch_up(name, vote)
         asked = self._trial if vote.is_trial else self._candidacy
         if asked is None or self.roster is None or vote.term != asked.term or not vote.is_given:
             return None
@@ -171,8 +190,7 @@ class Election:
 
     def knows(self, name: str) -> bool:
         """Whether this is a voter of its roster, or was one of the former."""
-        groups = () if self.roster is None else (self.roster.names, *self.roster.former)
-        return any(name in group for group in groups)
+        return self.roster is not None and any(name in group for group in self.roster.groups)
 
     def follows(self, elected: Elected) -> bool:
         """Whether to obey that manager from now on, instead of another or none."""
@@ -192,7 +210,7 @@ class Election:
 
     def _ask(self, *, is_trial: bool) -> AskVote:
         assert self.roster is not None
-        begun = _Round(max(self.promised, self.term) + 1, {self.name})
+        begun = _Round(max(self.promised, self.term, self._heard) + 1, {self.name})
         if is_trial:
             self._trial = begun
         else:
@@ -201,7 +219,8 @@ class Election:
 
     def _wait(self, now: float) -> None:
         """A manager is being started."""
-        self._waits_until = now + _START_S
+        self._waits_until = now + self._start_s
+        self._start_s = min(2 * self._start_s, _MOST_START_S)
         if self.may_ask:
             self.next_deadline = self._waits_until + self._order * _STEP_S
 
@@ -210,6 +229,29 @@ class Election:
             return False
         is_known = (ask.roster_term, ask.roster_number) >= self.roster.key
         return self.knows(candidate) and is_known and ask.term > max(self.promised, self.term)
+
+    def _newer_than(self, ask: AskVote) -> Roster | None:
+        """What the candidate has to know for the vote of a witness, which cannot ask itself."""
+        if self.roster is None or not self._is_witness:
+            return None
+        is_newer = self.roster.key > (ask.roster_term, ask.roster_number)
+        return replace(self.roster, listeners=()) if is_newer else None
+
+    def _catch_up(self, name: str, vote: Vote) -> None:
+        """With a voter that may have refused because it has promised more, or knows more."""
+        if vote.promised < MAX_NUMBER:
+            self._heard = max(self._heard, vote.promised)
+        known, told = self.roster, vote.roster
+        if known is None or told is None or told.witness is None or not self._is_missed:
+            return
+        is_newer = told.key > known.key and max(told.key) < MAX_NUMBER
+        if is_newer and told.witness.name == name and self.name in told.names:
+            self._know(told)
+
+    def _know(self, roster: Roster) -> None:
+        self.roster = roster
+        known = self._addresses | roster.addresses
+        self._addresses = {name: known[name] for name in known if self.knows(name)}
 
 
 class Electorate:

@@ -13,7 +13,9 @@ witness for its own still, gives place 1 to another spare. So here
    agent of a place; and it gets one only if it knows the newest roster;
 3. a roster counts until both agents know the next one, and so with all that came between; the first
    one of a job has no witness;
-4. agents tell a manager that has just begun the newest roster that they know: it goes on from that.
+4. agents tell a manager that has just begun the newest roster that they know: it goes on from that;
+5. an agent that misses its manager learns a newer roster from the witness, too: nobody else is left
+   to be elected, and the witness would refuse it for ever.
 
 *Why that is safe.* Whoever is elected has the votes of a quorum, more than half of every group of
 voters that counts; a manager that goes on has agents that are half of every group (1). If the two
@@ -25,8 +27,10 @@ vote to somebody whose roster is older than theirs. Who has voted for a newer ma
 told the next roster does not take that from the older one, so that one drops nothing.
 
 A manager that was started again knows no roster; rule 4 gives it that of one of its agents, which
-has a group in common with all that are known elsewhere, by the same argument. Nothing here asks
-whether somebody is slow, stopped or cut off. Knows no connection and no clock.
+has a group in common with all that are known elsewhere, by the same argument. From whom an agent
+knows a roster (5) changes nothing: what a manager drops a group for is that an agent which obeys it
+knows the next one, and gives no vote to anybody who does not. Nothing here asks whether somebody is
+slow, stopped or cut off. Knows no connection and no clock.
 """
 
 from collections.abc import Collection

@@ -18,7 +18,7 @@ from taskd.agent.link.electing import Electing
 from taskd.clock import MonotonicClock
 from taskd.config import AgentConfig
 from taskd.core.policy.election import Won
-from taskd.core.votes import Elected, Roster, Voter
+from taskd.core.votes import Elected, Roster, Voter, Witness
 from taskd.transport import zeromq
 from taskd.wire import messages
 
@@ -71,6 +71,23 @@ class Agents:
             agent.close()
 
 
+class Pair(Agents):
+    """Node 1 of two, and the spare that votes; node 0 is lost with the manager."""
+
+    def __init__(self) -> None:
+        self.clock = MonotonicClock()
+        self.agents = [Electing(config(), self.clock, name) for name in ("node", "spare")]
+        node, spare = self.agents
+        node.take_place(1, 2)
+        spare.wait()
+        voters = (Voter(0, "lost", "127.0.0.1:1"), Voter(1, "node", node.address))
+        witness = Witness("spare", spare.address)
+        self.roster = Roster(0, 3, 2, 1, voters, witness=witness)
+        for one in self.agents:
+            one.obey("10.0.0.1:9601", 0)
+            one.keep(self.roster, 0.0)
+
+
 @pytest.fixture
 def agents() -> Iterator[Agents]:
     made = Agents()
@@ -115,6 +132,19 @@ def test_who_hears_the_manager_brings_the_others_back(agents: Agents) -> None:
     agents.agents[2].obey("10.0.0.3:9601", 4)
     agents.agents[1].miss(agents.clock.now())
     assert agents.run(1, 2) == Elected(4, "10.0.0.3:9601")
+
+
+def test_a_witness_that_knows_more_tells_it_and_gives_its_vote_the_next_time() -> None:
+    pair = Pair()
+    newer = dataclasses.replace(pair.roster, number=4, listeners=("h:1",))
+    pair.agents[1].keep(newer, 0.0)
+    for one in pair.agents:
+        one.miss(pair.clock.now())
+    won = pair.run(0, 1)
+    assert isinstance(won, Won)
+    assert won.roster == dataclasses.replace(newer, listeners=())
+    assert won.names == ("node", "spare")
+    pair.close()
 
 
 def test_a_stranger_names_no_manager(agents: Agents) -> None:

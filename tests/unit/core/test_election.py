@@ -178,6 +178,69 @@ class TestVoters:
         assert len({won.term for _, won in wins}) == len(wins)
         assert wins[0][0] < 25.0, "15 s after they have missed their manager"
 
+    def test_who_knows_more_and_who_has_promised_more_elect_together(self) -> None:
+        """One has voted for somebody who is lost; the other was told a newer roster."""
+        one, other = voter("b", known=roster(2)), voter("c")
+        assert other.take_ask("a", dataclasses.replace(first_ask(voter("a")), term=5,
+                                                       is_trial=False), 10.0).is_given  # fmt: skip
+        trial = first_ask(one)
+        assert one.take_vote("c", other.take_ask("b", trial, 16.0), 16.0) is None
+        trial = first_ask(one)
+        assert trial.term == 6
+        ask = one.take_vote("c", other.take_ask("b", trial, 16.3), 16.3)
+        assert isinstance(one.take_vote("c", other.take_ask("b", ask, 16.3), 16.3), Won)
+
+    @pytest.mark.parametrize("promised", [1 << 52, (1 << 64) - 1])
+    def test_a_term_behind_which_there_are_none_left_is_not_believed(self, promised: int) -> None:
+        one = voter("b")
+        one.take_vote("c", Vote(1, is_trial=True, is_given=False, promised=promised), 10.0)
+        assert first_ask(one).term == 1
+
+    def test_whoever_voted_in_the_former_roster_is_asked_too(self) -> None:
+        one = voter("b")
+        assert one.keep(roster(2, ("d", "b", "c"), former=(NAMES,)))
+        assert one.others == {"a": "a:1", "c": "c:1", "d": "d:1"}
+        assert one.keep(roster(3, ("d", "b", "c")))
+        assert one.others == {"c": "c:1", "d": "d:1"}
+
+    def test_a_manager_that_listens_has_time_to_answer(self) -> None:
+        """Its own agent does not ask for the next one in the moment when it has started."""
+        one, other = voter("b"), voter("c")
+        ask = one.take_vote("c", other.take_ask("b", first_ask(one), 10.3), 10.3)
+        won = one.take_vote("c", other.take_ask("b", ask, 10.3), 10.3)
+        assert isinstance(won, Won)
+        trial = one.turn(15.6)
+        assert trial is not None
+        one.begun(won.term, 15.7)
+        assert one.take_vote("c", other.take_ask("b", trial, 15.8), 15.8) is None
+        assert one.turn(20.0) is None
+
+    def test_what_listens_after_its_agent_has_voted_for_another_has_none(self) -> None:
+        one = voter("b")
+        deadline = one.next_deadline
+        one.begun(1, 10.0)
+        assert one.next_deadline == deadline
+
+    def test_each_manager_that_is_elected_has_longer_to_start(self) -> None:
+        """Up to 20 s; until one has answered."""
+        one, now = voter("c"), 10.0
+        waits = []
+        for term in range(1, 5):
+            ask = AskVote(term, is_trial=False, roster_term=0, roster_number=1)
+            assert one.take_ask("b", ask, now).is_given
+            begun = now
+            later = AskVote(term + 1, is_trial=True, roster_term=0, roster_number=1)
+            while not one.take_ask("b", later, now).is_given:
+                now += 0.5
+            waits.append(now - begun)
+        assert waits == [5.0, 10.0, 20.0, 20.0]
+        one.obey("b:1", 4)
+        one.miss(now)
+        assert one.take_ask("b", AskVote(5, is_trial=False, roster_term=0, roster_number=1), now)
+        assert one.take_ask(
+            "b", AskVote(6, is_trial=True, roster_term=0, roster_number=1), now + 5.0
+        ).is_given
+
     def test_an_older_roster_or_one_without_it_is_not_kept(self) -> None:
         one = voter("b", known=roster(5))
         assert not one.keep(roster(4))

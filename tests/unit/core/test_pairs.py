@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from taskd.core.policy.election import Election
+from taskd.core.policy.election import Election, Won
 from taskd.core.policy.pairs import PairElectorate, WaitingSpare
-from taskd.core.votes import AskVote, Roster, Voter, Witness
+from taskd.core.votes import AskVote, Roster, Vote, Voter, Witness
 
 
 class Job:
@@ -161,6 +161,57 @@ class TestTheWitness:
         assert (won.names, won.node_ranks) == (("b", "w"), (1,))
         assert witness.next_deadline is None
         assert not witness.may_obey(0)
+
+    def test_it_tells_a_candidate_the_newer_roster_that_it_knows(self) -> None:
+        """It is the only one that the candidate can have a vote of, and cannot ask itself."""
+        node, witness = self.voter("b"), self.voter("w")
+        newer = dataclasses.replace(node.roster, number=9, listeners=("c:1",))
+        assert witness.keep(newer)
+        trial = node.turn(20.0)
+        answer = witness.take_ask("b", trial, 20.0)
+        assert not answer.is_given
+        assert answer.roster == dataclasses.replace(newer, listeners=())
+        assert node.take_vote("w", answer, 20.0) is None
+        trial = node.turn(30.0)
+        assert (trial.term, trial.roster_number) == (1, 9)
+        assert witness.take_ask("b", trial, 30.0) == Vote(1, is_trial=True, is_given=True)
+
+    def test_what_cannot_be_its_roster_changes_nothing(self) -> None:
+        """An older one, one without the candidate, one of another witness, one without numbers."""
+        node = self.voter("b")
+        known = node.roster
+        for told in (
+            dataclasses.replace(known, number=known.number - 1),
+            dataclasses.replace(known, number=9, voters=known.voters[:1]),
+            dataclasses.replace(known, number=9, witness=Witness("v", "v:1")),
+            dataclasses.replace(known, number=9, witness=None),
+            dataclasses.replace(known, number=1 << 52),
+        ):
+            node.take_vote("w", Vote(1, is_trial=True, is_given=False, roster=told), 20.0)
+            assert node.roster is known
+
+    def test_one_that_hears_its_manager_takes_no_roster_from_others(self) -> None:
+        node = self.voter("b")
+        known = node.roster
+        node.obey("m:1", 0)
+        told = dataclasses.replace(known, number=9)
+        node.take_vote("w", Vote(1, is_trial=True, is_given=False, roster=told), 20.0)
+        assert node.roster is known
+
+    def test_a_witness_that_voted_for_a_node_that_is_lost_votes_for_the_other_one(self) -> None:
+        lost, node, witness = self.voter("a"), self.voter("b"), self.voter("w")
+        trial = lost.turn(20.0)
+        ask = lost.take_vote("w", witness.take_ask("a", trial, 20.0), 20.0)
+        assert witness.take_ask("a", ask, 20.0).is_given
+        now, won = 20.0, None
+        while not isinstance(won, Won):
+            now = node.next_deadline
+            assert now < 30.0, "the witness waits 5 s for the manager that is lost"
+            answer = witness.take_ask("b", node.turn(now), now)
+            ask = node.take_vote("w", answer, now)
+            if ask is not None:
+                won = node.take_vote("w", witness.take_ask("b", ask, now), now)
+        assert won.term == 2
 
     def test_who_is_no_voter_any_more_stops_to_ask(self) -> None:
         node = self.voter("b")
