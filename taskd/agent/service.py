@@ -352,7 +352,7 @@ class Service:
                 )
                 self._automatic.retire()
                 self._go_to(result.address)
-        self._electing.turn(now)
+        self._electing.turn(now, is_coming=self._automatic.is_coming)
 
     def _register(self) -> None:
         self._say(

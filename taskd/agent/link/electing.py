@@ -161,8 +161,13 @@ class Electing:
         self.election.begun(term, now)
         self._tell_elected(now)
 
-    def turn(self, now: float) -> None:
-        """Ask others if it is time, and repeat who was elected."""
+    def turn(self, now: float, *, is_coming: bool = False) -> None:
+        """Ask others if it is time, and repeat who was elected.
+
+        `is_coming`: the manager that this node was elected for has been started.
+        """
+        if is_coming:
+            self.election.hold(now)
         if self._door is not None:
             self._door.ways.turn(now)
         if self._elected is not None and now >= self._repeats_at:

@@ -37,7 +37,7 @@ from taskd.core.votes import MAX_NUMBER, SKIPPED, AskVote, Elected, Roster, Vote
 _RETRY_S = 0.25  # a round of votes takes a round trip
 _PATIENCE_S = 0.5  # for the votes, the first time
 _START_S = 5.0  # a manager that was elected has to be there, the first time
-_MOST_START_S = 20.0
+_MOST_START_S = 80.0
 _STEP_S = 0.15  # between two who would ask in the same moment: the next in order comes first
 MAX_VOTERS = 99  # more would not make it any safer
 MIN_VOTERS = 3  # of two, none is more than half
@@ -91,6 +91,7 @@ class Election:
         self._address = ""  # of that manager
         self._is_missed = True
         self._waits_until = 0.0  # for a manager that is being started
+        self._holds_until = 0.0  # at most, if it is started here
         # Both twice as long each time: the votes of another may have come between, and a host
         # under load may take longer to start a manager.
         self._patience_s, self._start_s = _PATIENCE_S, _START_S
@@ -121,6 +122,14 @@ class Election:
         self._is_missed, self.next_deadline, self._waits_until = False, None, 0.0
         self._trial = self._candidacy = None
         self._patience_s, self._start_s = _PATIENCE_S, _START_S
+
+    def hold(self, now: float) -> None:
+        """The manager that this voter was elected for is being started: it asks for no other yet.
+
+        However long that takes, within reason. It gives its vote to others as ever.
+        """
+        if self.next_deadline is not None and self.next_deadline <= now < self._holds_until:
+            self.next_deadline = now + _START_S
 
     def begun(self, term: int, now: float) -> None:
         """The manager of this term, which was elected here, listens: it has time to answer."""
@@ -186,6 +195,7 @@ class Election:
             self._patience_s = min(2 * self._patience_s, _START_S)
             return self._ask(is_trial=False)
         self._wait(now)
+        self._holds_until = now + _MOST_START_S
         return Won(asked.term, self.roster, tuple(sorted(asked.given)))
 
     def knows(self, name: str) -> bool:

@@ -203,6 +203,22 @@ class TestVoters:
         assert one.keep(roster(3, ("d", "b", "c")))
         assert one.others == {"c": "c:1", "d": "d:1"}
 
+    def test_who_is_starting_a_manager_asks_for_no_other_for_80_s_and_votes_after_5(self) -> None:
+        one, other = voter("b"), voter("c")
+        ask = one.take_vote("c", other.take_ask("b", first_ask(one), 10.0), 10.0)
+        assert isinstance(one.take_vote("c", other.take_ask("b", ask, 10.0), 10.0), Won)
+        now = 10.0
+        while now < 89.9:
+            now = one.next_deadline
+            one.hold(now)
+            if one.next_deadline <= now:
+                break
+            assert one.turn(now) is None
+        assert 85.0 <= now <= 95.0
+        later = AskVote(2, is_trial=True, roster_term=0, roster_number=1)
+        assert one.take_ask("a", later, 15.5).is_given
+        assert one.turn(now) is not None
+
     def test_a_manager_that_listens_has_time_to_answer(self) -> None:
         """Its own agent does not ask for the next one in the moment when it has started."""
         one, other = voter("b"), voter("c")
@@ -222,10 +238,10 @@ class TestVoters:
         assert one.next_deadline == deadline
 
     def test_each_manager_that_is_elected_has_longer_to_start(self) -> None:
-        """Up to 20 s; until one has answered."""
+        """Up to 80 s; until one has answered."""
         one, now = voter("c"), 10.0
         waits = []
-        for term in range(1, 5):
+        for term in range(1, 7):
             ask = AskVote(term, is_trial=False, roster_term=0, roster_number=1)
             assert one.take_ask("b", ask, now).is_given
             begun = now
@@ -233,12 +249,12 @@ class TestVoters:
             while not one.take_ask("b", later, now).is_given:
                 now += 0.5
             waits.append(now - begun)
-        assert waits == [5.0, 10.0, 20.0, 20.0]
-        one.obey("b:1", 4)
+        assert waits == [5.0, 10.0, 20.0, 40.0, 80.0, 80.0]
+        one.obey("b:1", 6)
         one.miss(now)
-        assert one.take_ask("b", AskVote(5, is_trial=False, roster_term=0, roster_number=1), now)
+        assert one.take_ask("b", AskVote(7, is_trial=False, roster_term=0, roster_number=1), now)
         assert one.take_ask(
-            "b", AskVote(6, is_trial=True, roster_term=0, roster_number=1), now + 5.0
+            "b", AskVote(8, is_trial=True, roster_term=0, roster_number=1), now + 5.0
         ).is_given
 
     def test_an_older_roster_or_one_without_it_is_not_kept(self) -> None:
