@@ -6,6 +6,7 @@ true of the job as a whole, in O(1); what is true of one member; and what needs 
 
 from collections.abc import Iterable
 
+from taskd.core.faults import FaultKind
 from taskd.core.job.member import Member
 from taskd.core.job.state import JobState
 from taskd.core.phase import DUMPING, OVER, JobPhase
@@ -92,3 +93,8 @@ def check_tables(job: JobState) -> None:
     if job.phase is JobPhase.PAUSING:
         unknown = [rank for rank in job.awaited if rank not in job.members]
         assert not unknown, unknown
+    if job.attempt is not None:
+        faults = (timed.fault for timed in job.attempt.faults)
+        raised = {fault.rank for fault in faults if fault.kind is FaultKind.RAISED}
+        suspected = job.attempt.broken | job.attempt.doubtful
+        assert suspected <= raised, f"suspected for no exception that counts: {suspected - raised}"

@@ -172,6 +172,7 @@ class Attempt:
         """Not a cause after all."""
         self.faults.remove(timed)
         self.followers.add(timed.fault.life)
+        self.broken.discard(timed.fault.rank)
         self.doubtful.discard(timed.fault.rank)
 
     def began_outage(self) -> float:

@@ -84,6 +84,20 @@ def test_an_earlier_death_that_is_heard_of_meanwhile_explains_it(manager) -> Non
     assert [job.incarnation(rank) for rank in job.ranks] == [0, 0, 1, 0]
 
 
+@pytest.mark.parametrize("hold", ["all the same", "parts"])
+def test_an_earlier_death_that_is_heard_of_too_late_explains_it_all_the_same(manager, hold) -> None:
+    """It was counted already. Nobody else has what rank 1 holds where each holds a part."""
+    job = manager().joined() if hold == "all the same" else sharded(manager)
+    job.raise_(1)
+    job.pause_all()
+    job.raise_(1)
+    assert acts(job.tick()) == ["Interrupt"]
+    assert acts(job.lose(2, FaultKind.KILLED, "SIGKILL", age=30.0)) == ["ReplaceWorker"]
+    assert kinds(job.pause_all()) == ["Resume"]
+    assert [job.incarnation(rank) for rank in job.ranks if rank != 2] == [0] * (len(job.ranks) - 1)
+    assert job.incarnation(2) == 1
+
+
 def test_in_all_ranks_one_process_is_kept(manager) -> None:
     """In all of them it is no process that is broken, but nothing is lost by trying."""
     job = manager().joined()
