@@ -268,6 +268,18 @@ def test_replacements_were_forked_beforehand_and_others_are_for_the_next_fault(
         end_well(job, agent)
 
 
+def test_a_worker_does_not_copy_what_it_shares_before_its_script_begins(
+    tmp_path: pathlib.Path, library: pathlib.Path
+) -> None:
+    """A look at all names of all modules, in each process by itself, was a fifth of a recovery."""
+    with harness.job(tmp_path) as job:
+        agent = started(job, library, *GOOD)
+        settled(job, agent)
+        facts, _ = after_a_kill(job, agent)
+    for fact in facts:
+        assert fact["faults_before"] < fact["faults_of_a_look"] / 2, facts
+
+
 def test_a_process_that_was_forked_beforehand_may_be_killed(
     tmp_path: pathlib.Path, library: pathlib.Path
 ) -> None:

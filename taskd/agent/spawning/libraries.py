@@ -124,7 +124,6 @@ def refresh(environment: dict[str, str], blas: dict[str, int]) -> None:
     finalizers = sys.modules.get("multiprocessing.util")
     if finalizers is not None:
         finalizers._finalizer_registry.clear()
-    free_what_is_counted()
 
 
 def _size_pools(environment: dict[str, str], blas: dict[str, int]) -> None:
@@ -153,10 +152,12 @@ def _count(environment: dict[str, str], name: str) -> int | None:
 
 
 def free_what_is_counted() -> None:
-    """Let this fork end without a word about objects that the warm process has frozen.
+    """Let each fork of this warm process end without a word about objects that it has frozen.
 
     nanobind, in the triton of torch 2.15, counts what was not freed at the end of the interpreter,
     and prints it. Freed, the end takes 0.8 s of a core more, as in a fresh interpreter.
+
+    A fork would copy the pages of all modules to look at them: 2,000, a twentieth of a recovery.
     """
     is_counted = any(
         type(value).__module__ == "nanobind"

@@ -315,6 +315,8 @@ class _Process:
         threads = processes.settle_threads()
         if threads > 1:
             raise RuntimeError(f"{threads} threads after the imports, though none in the trial")
+        libraries.free_what_is_counted()
+        program.prepare_forks()
         gc.collect()
         gc.freeze()
 

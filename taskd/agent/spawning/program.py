@@ -51,6 +51,13 @@ def path_of(program: Program, search_path: tuple[str, ...]) -> list[str]:
     return [*([] if safe_path else [folder_of(program)]), *search_path]
 
 
+def prepare_forks() -> None:
+    """Do what `run` would do in each fork of this process, as far as it can be done once."""
+    groups = sys.modules.get("taskd.worker.process.groups")
+    if groups is not None:
+        groups.prepare_forks()
+
+
 def run(program: Program, search_path: tuple[str, ...], worker: dict[str, Any] | None) -> NoReturn:
     """Run the program as `__main__` and end the process as an interpreter would."""
     main = types.ModuleType("__main__")

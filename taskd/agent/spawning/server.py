@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from taskd.agent.spawning import child, libraries, processes, warmth
+from taskd.agent.spawning import child, libraries, processes, program, warmth
 from taskd.agent.spawning.preloading import Preloaded, Report, Setting, imported, told
 from taskd.agent.spawning.protocol import (
     Exited,
@@ -112,6 +112,8 @@ class _Server:
                 f"{devices or 'no device'}"
             )
             log.warning("%s: workers are started as fresh interpreters", self._cold_reason)
+        libraries.free_what_is_counted()
+        program.prepare_forks()
         gc.collect()
         gc.freeze()
 

@@ -36,7 +36,7 @@ from taskd.worker.process.aborting import abort_groups, of_store, open_sockets, 
 from taskd.worker.process.device import DeviceWork
 from taskd.worker.process.reaching import reach
 from taskd.worker.process.registered import forget_all, name_ranks, registered
-from taskd.worker.process.replaced import Replaced
+from taskd.worker.process.replaced import Replaced, look_ahead
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,29 @@ log = logging.getLogger(__name__)
 _GENERATIONS_KEPT = 2
 _KEPT_DESTROYED = 4
 _GLOO_THREAD = "pt_gloo_runloop"
+# What is wrapped, by the module that has it; some versions of torch lack some of it.
+_WRAPPED = {
+    "torch.distributed.distributed_c10d": (
+        "rendezvous",
+        "init_process_group",
+        "destroy_process_group",
+        "_new_process_group_helper",
+        "split_group",
+        "shrink_group",
+    ),
+    "torch.distributed.rendezvous": ("_create_c10d_store",),
+}
+
+
+def prepare_forks() -> None:
+    """Do what `Groups.install` would do in each fork of this process, as far as it can be done."""
+    modules = {name: vars(sys.modules[name]) for name in _WRAPPED if name in sys.modules}
+    look_ahead(
+        names[name]
+        for module, names in modules.items()
+        for name in _WRAPPED[module]
+        if name in names
+    )
 
 
 @dataclass

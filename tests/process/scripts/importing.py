@@ -2,12 +2,16 @@
 
 Each of these modules has WHO: the name of the process that its code has run in. From step 5 on it
 waits for the file `go` beside its facts. RECOVERABLE=1: with taskd's decorator.
+
+What a fork writes to is copied, page by page, in a page fault each: it notes how many there were
+before it began, and how many a look at the names of all modules costs.
 """
 
 import hashlib
 import importlib
 import os
 import random
+import resource
 import sys
 
 import beside_importing
@@ -17,9 +21,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import taskd
+from taskd.imported import namespace
 from taskd.worker.process import runtime
 from testbed.script import FACTS, RANK, fact
 
+FAULTS_BEFORE = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 IS_RECOVERABLE = os.environ.get("RECOVERABLE") == "1"
 # Seeded before they are imported: what an import draws changes what is drawn here.
 random.seed(RANK)
@@ -28,10 +34,22 @@ torch.manual_seed(RANK)
 modules = [importlib.import_module(name) for name in os.environ["IMPORTS"].split(",")]
 drawn = [random.random(), float(np.random.rand()), torch.rand(1).item()]  # noqa: NPY002
 current = runtime.current()
+
+
+def faults_of_a_look() -> int:
+    """Page faults of a look at all names of all modules."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for module in list(sys.modules.values()):
+        list(namespace(module).values())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
 fact(
     "imported",
     who={module.__name__: module.WHO for module in [*modules, beside_importing]},
     asked=current is not None and current._imports is not None,
+    faults_before=FAULTS_BEFORE,
+    faults_of_a_look=faults_of_a_look(),
 )
 
 
