@@ -99,7 +99,7 @@ def test_a_function_fits_on_a_screen_and_a_file_has_one_noun() -> None:
 
 
 def test_a_process_has_one_singleton() -> None:
-    """Besides it, modules only remember that something was said or installed."""
+    """Besides it, modules only remember that something was said, installed, or found for forks."""
     written = {
         f"{module}.{name}"
         for module, path in MODULES.items()
@@ -109,6 +109,7 @@ def test_a_process_has_one_singleton() -> None:
     }
     assert written == {
         "taskd.worker.life._life",
+        "taskd.worker.process.replaced._ahead",
         "taskd.worker.state.buckets._original_init",
         "taskd.worker.state.data_order._is_said",
     }
