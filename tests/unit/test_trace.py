@@ -6,7 +6,6 @@ Valid in the Trace Event Format, aligned in time, whatever the files are like.
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -354,23 +353,25 @@ def test_folders(tmp_path: pathlib.Path, capsys) -> None:
 
 @pytest.mark.slow
 def test_it_is_streamed(tmp_path: pathlib.Path) -> None:
-    """100 MB of profile in a process that may use 60 MB more than an empty one."""
+    """Two files of 10 MB in a process that may use 5 MB more than an empty one."""
     block = "".join(
         line(2, 2 * number + 1, number) + line(4, 2 * number + 2, number)
         for number in range(25_000)
     )
-    for seconds in range(10):
+    for seconds in range(2):
         write(tmp_path / "job", 0, seconds, block)
-    assert sum(path.stat().st_size for path in (tmp_path / "job/0").iterdir()) > 100_000_000
-    code = (
-        "import resource, sys; from taskd import trace; before = "
-        "resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        f"trace.main([{str(tmp_path / 'job')!r}, '-o', {str(tmp_path / 'trace.json')!r}])\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
-    )
+    assert sum(path.stat().st_size for path in (tmp_path / "job/0").iterdir()) > 20_000_000
+    # Not getrusage(2): what it calls the peak includes that of the process that has started it.
+    code = f"""
+import pathlib
+from taskd import trace
+def peak_kb():
+    return int(pathlib.Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+before = peak_kb()
+trace.main([{str(tmp_path / "job")!r}, "-o", {str(tmp_path / "trace.json")!r}])
+print(peak_kb() - before)
+"""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
-    assert int(done.stdout) * 1024 / resource.getpagesize() < 60_000_000 / resource.getpagesize(), (
-        done.stdout
-    )
+    assert int(done.stdout) * 1024 < 5_000_000, done.stdout
