@@ -59,6 +59,19 @@ BROKEN = {
     "crashes": (f"import os\n{IF_TRIED}os.abort()\n", "ends its process (SIGABRT)"),
     "hangs": (f"import time\n{IF_TRIED}time.sleep(600)\n", "takes more than 20 s"),
 }
+# As the binding of triton, by nanobind, which counts what an interpreter has not freed at its end.
+# This object is in a circle: collections alone free it, and they leave what is frozen alone.
+COUNTED = """
+import os, sys
+class Counted:
+    __module__ = "nanobind"
+    def __init__(self):
+        self.itself = self
+    def __del__(self, write=os.write, getpid=os.getpid):
+        write(1, b"freed in %d\\n" % getpid())
+OBJECT = Counted()
+sys.modules["triton._C.libtriton"] = sys.modules[__name__]
+"""
 # Each odd one is followed by another good one: what comes later is preloaded all the same.
 GOOD = ("good", "good.part", "good_too")
 # sitecustomize: where a test wants to wait less long for what hangs, and long enough for what is
@@ -334,6 +347,23 @@ def test_workers_of_the_preloaded_process_outlive_it_and_their_ends_are_told(
             "SIGKILL",
             "SIGSEGV",
         ]
+
+
+@pytest.mark.parametrize(("preload", "who"), [("auto", PRELOADED), ("counted", FORKSERVER)])
+def test_what_is_counted_at_the_end_is_freed_whoever_has_imported_it(
+    tmp_path: pathlib.Path, library: pathlib.Path, preload: str, who: str
+) -> None:
+    (library / "counted.py").write_text(WHO + COUNTED)
+    with harness.job(tmp_path, TASKD_PRELOAD=preload) as job:
+        agent = started(job, library, "counted")
+        if who == PRELOADED:
+            settled(job, agent)
+        else:
+            await_facts(job, "imported", 2)
+        facts, output = after_a_kill(job, agent)
+    for fact in facts[2:]:
+        assert fact["who"]["counted"] == who
+        assert f"freed in {fact['pid']}\n" in output
 
 
 @pytest.mark.parametrize(("preload", "expected"), [("off", set()), ("good", {"good"})])
