@@ -4,7 +4,7 @@ Each of these modules has WHO: the name of the process that its code has run in.
 waits for the file `go` beside its facts. RECOVERABLE=1: with taskd's decorator.
 
 What a fork writes to is copied, page by page, in a page fault each: it notes how many there were
-before it began, and how many a look at the names of all modules costs.
+until its own imports were done, and how many a look at the names of all modules costs.
 """
 
 import hashlib
