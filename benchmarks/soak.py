@@ -14,10 +14,11 @@ drawn from the seed, every third step, a third of them at any moment of a step. 
   forkserver or the spared rank grow (memory of manager and agent: from the 500th, when their
   stories are full; in a job that is shorter than 1.5 times that it is written down, not judged).
 
-Judged is a process's own memory, RssAnon + RssShmem of proc(5); of the spared rank without what its
-malloc has and nobody uses. Each of the two, all of it, and RssFile, whose pages come and go with
-the machine's need for memory, are written down as well. A job that fails is kept, and its directory
-printed.
+Each process is made to stand still once, at the beginning, until taskd has read torch's flight
+recorder: what allocators keep after that is taken before the first sample. Judged is a process's
+own memory, RssAnon + RssShmem of proc(5); of the spared rank without what its malloc has and nobody
+uses. Each of the two, all of it, and RssFile, whose pages come and go with the machine's need for
+memory, are written down as well. A job that fails is kept, and its directory printed.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import ctypes
 import os
 import signal
 import time
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import taskd
 from benchmarks.soak_plan import ANY, free_kb, plan_kills, size_of, steps_for
+from taskd.worker.process import flight
 from testbed.script import RANK, fact, is_first, kill_self, uninterrupted
 from testbed.sharded import Net, digest, noisy_batch, shard
 
@@ -38,6 +40,7 @@ PLANNED = plan_kills(
 )
 MINE = {kill.step: kill for kill in PLANNED if kill.rank == RANK}
 HIDDEN, LAYERS = 16, 4
+RING, READS = 2000, 4  # entries of torch's flight recorder; how often it is read
 
 
 class SignalEvent(ctypes.Structure):
@@ -89,6 +92,21 @@ def here(place: str, step: int) -> None:
             kill_self()
 
 
+def stall() -> None:
+    """Stand still until taskd has read torch's flight recorder, full, a few times.
+
+    It does so whenever a step takes long, on a slow machine now and then: 11 MB for a moment, and
+    allocators keep some of the pages. What is taken for that once is taken here, before the
+    samples that are compared.
+    """
+    nothing = torch.zeros(1)
+    for _ in range(RING):
+        dist.all_reduce(nothing)
+    with mock.patch.object(flight, "calls", wraps=flight.calls) as read:
+        while read.call_count < READS:
+            time.sleep(0.1)
+
+
 @taskd.recoverable
 def train() -> str:
     dist.init_process_group("gloo")
@@ -103,6 +121,8 @@ def train() -> str:
     every = int(os.environ["SNAPSHOT_EVERY"])
     state = taskd.TrainState(model=model, optimizer=optimizer, snapshot_every=every)
     state.restore()
+    if state.step == 0:
+        stall()
     optimizer.register_step_pre_hook(lambda *_: here("optimizer", net.step))
     fact("restored", step=state.step, **size_of(os.getpid(), free_kb()))
     began, first = time.monotonic(), state.step
