@@ -107,11 +107,13 @@ class Job:
         host: Host | None = None,
         warm: bool = True,
         module: str = "taskd.run",
+        cwd: pathlib.Path | None = None,
         **env: str,
     ) -> Output:
         """A torchrun. `warm`: not an interpreter of its own, but a fork that has imported torch.
 
-        `host`: where it is to run. `module`: torch's own is "torch.distributed.run".
+        `host`: where it is to run. `module`: torch's own is "torch.distributed.run". `cwd`: its
+        working directory, if not that of the job.
         """
         rendezvous = ("--standalone", "--rdzv", "--nnodes", "--master")
         if not any(option.startswith(rendezvous) for option in options):
@@ -126,7 +128,7 @@ class Job:
             [*command, *script_args],
             self.env | env,
             self.directory / f"agent{len(self.agents)}.out",
-            self.directory,
+            self.directory if cwd is None else cwd,
             warm=TORCHRUNS if warm else None,
             host=host,
         )

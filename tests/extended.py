@@ -37,7 +37,6 @@ _OF: dict[str, dict[str, str]] = {
             "[11-before-commit]; test_twenty_in_one_run kills at each place"
         ),
         "test_before_and_inside_init_process_group[[]before-init]": "[in-init]",
-        "test_groups_made_above_the_decorated_function": "[boot]",
         "test_each_rendezvous*": (
             "static: nearly all process tests; c10d: test_spares.py, test_unmodified.py; "
             "standalone: test_one_command.py"
@@ -456,9 +455,6 @@ _OF: dict[str, dict[str, str]] = {
     "tests/examples/test_deployment.py": {
         "test_the_start_script_ends_with_the_exit_code_of_torchrun": (
             "test_a_pod_that_is_to_end_saves_the_training_*: the exit code says that it was saved"
-        ),
-        "test_the_start_script_hands_a_sigterm_on": (
-            "test_a_pod_that_is_to_end_saves_the_training_and_the_next_one_goes_on"
         ),
         "test_the_start_script_runs_a_job_of_one_node*": (
             "tests/process/test_start_script.py runs it, and kills a rank"

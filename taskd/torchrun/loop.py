@@ -99,11 +99,16 @@ def _serve(
     if outcome.kind == "fallback":
         log.warning(
             "node %d: %s. Going on as plain torchrun: all workers start anew, here and after each "
-            "further failure.%s",
+            "further failure",
             host.node_rank,
             outcome.reason,
-            _what_begins_again(host),
         )
+        if steps := _committed_steps(host):
+            log.error(
+                "node %d: of %d committed steps those begin again that no checkpoint holds",
+                host.node_rank,
+                steps,
+            )
         return launcher.run_plainly(launcher.worker_group.spec.role)
     host.close()
     if outcome.kind == "succeeded":
@@ -116,15 +121,8 @@ def _serve(
     return launcher.failed(host.local_ranks({fault.rank for fault in outcome.faults}))
 
 
-def _what_begins_again(host: TorchrunHost) -> str:
-    """The steps that a start of all workers costs, as far as this node knows."""
-    steps = _committed_steps(host)
-    if not steps:
-        return ""
-    return f" Of {steps} committed steps those begin again that no checkpoint holds."
-
-
 def _committed_steps(host: TorchrunHost) -> int:
+    """As far as this node knows."""
     versions = (worker.left.version for worker in host.workers.values())
     return max((version for version in versions if version is not None), default=0)
 

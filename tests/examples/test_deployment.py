@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 START = EXAMPLES / "train_start.sh"
 PRE_STOP = EXAMPLES / "pre_stop.sh"
+IN_BACKGROUND = 'trap \'\' INT QUIT; exec "$0" "$@"'
 DOCKERFILE = EXAMPLES / "docker" / "Dockerfile"
 SED_LINE = (
     "sed -i '/import os/i import taskd.python.adaptor.patch' "
@@ -48,7 +49,11 @@ def programs(directory: pathlib.Path) -> str:
 def node(
     tmp_path: pathlib.Path, script: str, *arguments: str, **env: str
 ) -> Iterator[tuple[harness.Job, harness.Output]]:
-    """One node of a job, started as a pod starts it. The job's ranks run `script`."""
+    """One node of a job, started as a pod starts it. The job's ranks run `script`.
+
+    SIGINT and SIGQUIT are ignored, as in the background of a shell that is not interactive: under
+    nohup, cron and many CIs.
+    """
     with harness.job(tmp_path) as job:
         (tmp_path / "tiny.py").write_text(script)
         settings = {
@@ -62,7 +67,7 @@ def node(
             "PID_FILE": str(tmp_path / "torchrun.pid"),
         }
         start = harness.Output(
-            ["bash", str(START), "tiny.py", *arguments],
+            ["sh", "-c", IN_BACKGROUND, "bash", str(START), "tiny.py", *arguments],
             job.env | settings | env,
             tmp_path / "start.out",
             tmp_path,
@@ -118,9 +123,10 @@ def test_the_start_script_ends_with_the_exit_code_of_torchrun(tmp_path: pathlib.
 def test_the_start_script_hands_a_sigterm_on(tmp_path: pathlib.Path) -> None:
     """Also where the manager has not heard of anybody yet, and would wait for the job."""
     script = "import signal\nprint('tiny runs', flush=True)\nsignal.pause()\n"
-    with node(
-        tmp_path, script, TASKD_MANAGER_ADDR=f"127.0.0.1:{harness.free_port()}", GPUS_PER_NODE="1"
-    ) as (job, start):
+    nobody = f"TASKD_MANAGER_ADDR=127.0.0.1:{harness.free_port()}"
+    launcher = f"env {nobody} python3 -m taskd.run"
+    with node(tmp_path, script, LAUNCHER=launcher, GPUS_PER_NODE="1") as (job, start):
+        start.wait_text("listens on", 60)
         start.wait_text("tiny runs", 60)
         os.kill(start.process.pid, signal.SIGTERM)
         assert start.wait(40).returncode != 0  # not the minute that is given to a manager otherwise

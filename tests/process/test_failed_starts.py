@@ -1,4 +1,4 @@
-"""Real jobs whose script is away while a process of theirs dies: network file systems blink."""
+"""Real jobs whose script, or its folder, is away while a process dies: remote disks blink."""
 
 from __future__ import annotations
 
@@ -37,27 +37,29 @@ def pids(job: harness.Job, what: str) -> dict[int, list[int]]:
 
 
 def be_away_for_two_starts(
-    job: harness.Job, script: pathlib.Path, victim: int, order: str
+    job: harness.Job, gone: pathlib.Path, victim: int, order: str
 ) -> harness.Output:
-    """Kill `victim` while the script is away, which comes back when the third start is ordered."""
+    """Kill `victim` while `gone` is away, which comes back when the third start is ordered."""
     assert job.manager is not None
-    away = script.rename(script.with_suffix(".away"))
+    away = gone.rename(gone.with_suffix(".away"))
     os.kill(victim, signal.SIGKILL)
     manager = job.manager
     wait_until(job, lambda: manager.text.count(order) == 3)
-    away.rename(script)
+    away.rename(gone)
     return job.agents[0]
 
 
 def test_a_process_is_replaced_when_the_script_is_there_again(tmp_path: pathlib.Path) -> None:
-    script = tmp_path / "job.py"
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    script = folder / "job.py"
     script.write_bytes((harness.SCRIPTS / "train.py").read_bytes())
     with harness.job(tmp_path, SLEEP_S="0.1", STEPS="40") as job:
         job.start_manager()
         job.start_agent(str(script), nproc=2)
         wait_until(job, lambda: len(pids(job, "committed")) == 2)
         victim = pids(job, "entered")[1][0]
-        finished = be_away_for_two_starts(job, script, victim, "-> ReplaceWorker").wait(90)
+        finished = be_away_for_two_starts(job, folder, victim, "-> ReplaceWorker").wait(90)
         assert finished.returncode == 0, finished.output[-6000:]
         # The third one is looked at when it is ordered, which may be before the script is back,
         # and begins later.

@@ -39,11 +39,16 @@ log = logging.getLogger(__name__)
 def begin_here(life: Life) -> None:
     """The first TrainState of this process: relative directories are those of its place, for good.
 
-    The script may go to another one, and come back in the next entry, or not.
+    The script may go to another one, and come back in the next entry, or not. A place that has been
+    deleted has the name that it had: processes that began before have it, too.
     """
     if not life.saving.base:
-        with suppress(OSError):  # it is gone: a relative one is an error when it is needed
+        try:
             life.saving.base = os.getcwd()
+        except OSError:
+            with suppress(OSError):  # no /proc: a relative one is an error when it is needed
+                # What is appended: proc_pid_cwd(5).
+                life.saving.base = os.readlink("/proc/self/cwd").removesuffix(" (deleted)")
 
 
 def directory_of(life: Life, states: Mapping[str, Holding]) -> Path:

@@ -99,6 +99,13 @@ def test_a_state_that_is_built_too_late_to_say_where_they_are_is_refused(jobs, t
     jobs().enter(entry, {"checkpoint_dir": "./taskd_checkpoints"})  # where it has looked
 
 
+def test_a_process_that_begins_where_the_place_was_deleted_has_the_same_one(jobs, tmp_path):
+    """As those have that began before; it is made anew when there is something to save."""
+    (tmp_path / "work").rmdir()
+    assert jobs().enter(trained({}, {}, save=0))[0] == ["nothing: fresh start"] * 2
+    assert len(scan(tmp_path / "work" / "taskd_checkpoints", "").valid) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "name"), [({}, "taskd_checkpoints"), ({"checkpoint_dir": "there"}, "there")]
 )
