@@ -81,7 +81,7 @@ PYTEST = $(PY) -m pytest -n $(JOBS) --dist loadgroup
 test: $(VENV)/tested ## before each commit: what proves each promise once (9 minutes on 2 cores)
 	$(PYTEST) -m "not extended and not gpu and not slurm" $(TESTS)
 
-test-all: $(VENV)/tested ## also the extended tests: before a release (20 minutes)
+test-all: $(VENV)/tested ## also the extended tests: before a release (30 minutes)
 	$(PYTEST) -m "not gpu and not slurm" $(TESTS)
 
 test-slice: $(VENV)/tested ## extended tests that SEED chooses, for SLICE_S seconds
