@@ -8,6 +8,7 @@ prints.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -19,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from testbed.patience import Patience
+from testbed.proc import descendants
 
 pytestmark = pytest.mark.slow
 
@@ -301,16 +305,23 @@ def _collect(folder: Path, status: int, note: str | None = None) -> Outcome:
 
 def _run_plainly(job: dict[str, Any], prefix: tuple[str, ...] = ()) -> int:
     with open(job["stdout"], "ab") as stdout, open(job["stderr"], "ab") as stderr:
-        return subprocess.run(
+        process = subprocess.Popen(
             [*prefix, sys.executable, *job["argv"]],
             env=job["env"],
             cwd=job["cwd"],
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
-            timeout=60,
-            check=False,
-        ).returncode
+        )
+    patience = Patience(60, lambda: descendants(process.pid) | {process.pid})
+    try:
+        while left_s := patience.left_s():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(left_s)
+        raise TimeoutError(f"{job['argv']} in {job['cwd']}: {patience}")
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture(scope="module")
