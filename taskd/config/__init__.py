@@ -31,6 +31,7 @@ from taskd.config.paths import (
     checkpoint_directory,
     profiling_base,
     profiling_switch,
+    working_directory,
 )
 from taskd.config.relay import CallbackAgentConfig, RelayConfig
 from taskd.config.secret import MIN_SECRET_BYTES
@@ -67,4 +68,5 @@ __all__ = [
     "split_address",
     "strategies",
     "unknown",
+    "working_directory",
 ]

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+from contextlib import suppress
 
 from taskd.config.names import (
     CHECKPOINT_ENV,
@@ -15,6 +16,19 @@ DEFAULT_CHECKPOINT_DIR = "./taskd_checkpoints"
 # What a cluster mounts into its pods; profiling goes there if it is there.
 CLUSTER_INFO = pathlib.Path("/user/cluster-info")
 DEFAULT_PROFILING_SWITCH = CLUSTER_INFO / "datatrace-config" / "profilingSwitch"
+
+
+def working_directory() -> str:
+    """That of this process, or if it has been deleted, the name that it had: others have it, too.
+
+    An empty string where nothing tells it: deleted, and no /proc.
+    """
+    with suppress(FileNotFoundError):
+        return os.getcwd()
+    with suppress(OSError):
+        # What is appended: proc_pid_cwd(5).
+        return os.readlink("/proc/self/cwd").removesuffix(" (deleted)")
+    return ""
 
 
 def checkpoint_directory(

@@ -6,6 +6,7 @@ Default, accepted values, and an error that names key, value and what is accepte
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 import re
 import signal
@@ -423,3 +424,27 @@ def test_a_path_may_have_any_bytes() -> None:
     odd = {"TASKD_LOG_PATH": "/log\udcff", "TASKD_CHECKPOINT_DIR": "/save\udcff"}
     assert LogConfig.load(odd).directory == pathlib.Path("/log\udcff")
     assert config.checkpoint_directory(None, odd) == pathlib.Path("/save\udcff")
+
+
+def test_a_working_directory_that_was_deleted_keeps_its_name(tmp_path, monkeypatch):
+    """Also one whose own name ends as /proc marks those that were deleted."""
+    for name in ("job", "job (deleted)"):
+        there = tmp_path / name
+        there.mkdir()
+        monkeypatch.chdir(there)
+        assert config.working_directory() == str(there)
+        there.rmdir()
+        assert config.working_directory() == str(there)
+        assert config.profiling_base({}, config.working_directory()).parent == there
+
+
+def test_a_working_directory_that_nothing_names_is_empty(tmp_path, monkeypatch):
+    (tmp_path / "job").mkdir()
+    monkeypatch.chdir(tmp_path / "job")
+    (tmp_path / "job").rmdir()
+
+    def no_proc(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "readlink", no_proc)
+    assert config.working_directory() == ""

@@ -18,6 +18,7 @@ import select
 import time
 from typing import TYPE_CHECKING, Any
 
+from taskd.config import working_directory
 from taskd.core import commands, events
 from taskd.errors import Interrupted, RemoteProtocolError
 from taskd.log import stand_in
@@ -62,7 +63,7 @@ class Runtime(Supervisor):
         life.supervisor = self
         self._local_rank = bootstrap.local_rank
         # before the script changes it: a profile may go there
-        self._directory = _working_directory()
+        self._directory = working_directory() or "/"
         self._profiler: Profiler | None = None
         self.guarded = death_alarm.guard(life.box, bootstrap.life_fd)
         last_words.start(life.box)
@@ -261,13 +262,6 @@ class Runtime(Supervisor):
 
     def _report_profiling(self, status: int) -> None:
         self.uplink.tell(events.WorkerProfiling, "profiling", status=status)
-
-
-def _working_directory() -> str:
-    try:
-        return os.getcwd()
-    except OSError:  # it was removed
-        return "/"
 
 
 def current() -> Runtime | None:

@@ -8,15 +8,13 @@ TrainState, one per rank for what differs from rank to rank. Who writes what of 
 from __future__ import annotations
 
 import logging
-import os
 import pickle
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from taskd.checkpoint.pieces import Held
 from taskd.checkpoint.values import pack
-from taskd.config import checkpoint_directory
+from taskd.config import checkpoint_directory, working_directory
 from taskd.errors import CheckpointError, StateError
 from taskd.worker.objects.named import Named
 from taskd.worker.objects.shards import is_distributed
@@ -39,16 +37,10 @@ log = logging.getLogger(__name__)
 def begin_here(life: Life) -> None:
     """The first TrainState of this process: relative directories are those of its place, for good.
 
-    The script may go to another one, and come back in the next entry, or not. A place that has been
-    deleted has the name that it had: processes that began before have it, too.
+    The script may go to another one, and come back in the next entry, or not.
     """
-    if not life.saving.base:
-        try:
-            life.saving.base = os.getcwd()
-        except OSError:
-            with suppress(OSError):  # no /proc: a relative one is an error when it is needed
-                # What is appended: proc_pid_cwd(5).
-                life.saving.base = os.readlink("/proc/self/cwd").removesuffix(" (deleted)")
+    if not life.saving.base:  # empty if nothing tells it: a relative one is an error when needed
+        life.saving.base = working_directory()
 
 
 def directory_of(life: Life, states: Mapping[str, Holding]) -> Path:
