@@ -24,6 +24,7 @@ from taskd.config import AgentConfig, misspelt_variables
 from taskd.config.msrun import name_door, scheduler_host, world_size
 from taskd.errors import ConfigError, TaskdError
 from taskd.msrun.host import MsrunHost
+from taskd.native.library import tell_absence
 from taskd.torchrun.settings import manager_place, settings_of
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def run(callbacks: Callbacks, config: MsrunConfig) -> None:
         raise SystemExit(f"taskd: the workers cannot be started: {error}") from error
     identity = log_setup.setup(known.log, job_id=known.job_id, role=f"agent-{host.node_rank}")
     log.info("taskd %s from %s", taskd.__version__, taskd.__path__[0])
+    tell_absence()
     log_setup.warn_of_misspelt(misspelt_variables())
     outcome, said = Outcome("failed", "msrun was interrupted"), ""
     try:

@@ -102,23 +102,34 @@ def require_preloaded(feature: str) -> bool:
     return False
 
 
-@cache
 def load() -> Binding | None:
-    """The binding, or None with one log line; the answer does not change within a process."""
-    if is_native_off():
+    """The loaded library, or None: then `tell_absence` says why."""
+    return find()[0]
+
+
+def tell_absence() -> None:
+    """Say in the log why there is no libtaskd, if there is none.
+
+    For an agent, whose log is set up only when much has asked for the library already.
+    """
+    binding, reason = find()
+    if reason:
+        logger.warning("libtaskd could not be loaded (%s); %s", reason, _WITHOUT)
+    elif binding is None:
         logger.info("libtaskd is switched off by %s; %s", NATIVE_ENV, _WITHOUT)
-        return None
+
+
+@cache
+def find() -> tuple[Binding | None, str]:
+    """The library, or None and the reason, if it is not switched off."""
+    if is_native_off():
+        return None, ""
     binding, reason = _import_binding()
     if binding is None:
-        logger.warning("libtaskd could not be loaded (%s); %s", reason, _WITHOUT)
-        return None
+        return None, reason
     found, wanted = binding.abi_version(), binding.BUILT_FOR_ABI
     if found != wanted:
-        logger.warning(
-            "libtaskd has ABI version %d, %d is needed (a preloaded copy of another version?); %s",
-            found,
-            wanted,
-            _WITHOUT,
+        return None, (
+            f"its ABI version is {found}, {wanted} is needed: a preloaded copy of another version?"
         )
-        return None
-    return binding
+    return binding, ""

@@ -17,6 +17,8 @@ from taskd.agent.link.automatic import AutomaticManager
 from taskd.agent.service import Service
 from taskd.clock import MonotonicClock
 from taskd.config import STRATEGY_ENV, checkpoint_directory, misspelt_variables
+from taskd.native.library import tell_absence
+from taskd.native.names import tell_names
 from taskd.torchrun.host import TorchrunHost
 from taskd.torchrun.settings import manager_place
 
@@ -49,6 +51,8 @@ def run(
     identity = log_setup.setup(settings.log, job_id=settings.job_id, role=f"agent-{host.node_rank}")
     log.info("taskd %s from %s", taskd.__version__, taskd.__path__[0])
     context.spawner.tell_how_started()
+    tell_absence()
+    tell_names()
     log_setup.warn_of_misspelt(misspelt_variables())
     place = manager_place(
         settings, launcher.master_host, node_rank=host.node_rank, node_count=host.node_count

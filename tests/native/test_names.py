@@ -105,8 +105,9 @@ STORE = """
 import ctypes, logging, sys
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 import torch.distributed as dist
-from taskd.native.names import use_numeric_names
+from taskd.native.names import tell_names, use_numeric_names
 print(use_numeric_names(), use_numeric_names())
+tell_names()
 store = dist.TCPStore("127.0.0.1", 0, is_master=True)
 client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
 client.set("key", "value")
@@ -120,14 +121,14 @@ print(ctypes.c_int.in_dll(ctypes.CDLL(None), "flags_seen").value & 3, store.get(
         (
             "on",
             [
-                "torch's connections name their peers by number, no name server is asked",
                 "True True",
+                "torch's connections name their peers by number, no name server is asked",
                 "3 b'value'",
             ],
         ),
         (
             "off",
-            ["torch looks up the names of its peers: TASKD_NUMERIC_NAMES is off", "False False"],
+            ["False False", "torch looks up the names of its peers: TASKD_NUMERIC_NAMES is off"],
         ),
     ],
 )

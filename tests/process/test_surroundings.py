@@ -1,6 +1,7 @@
-"""A real job whose agent loses, one after the other, what it starts processes with.
+"""Real jobs that lack what taskd works with: a death costs one process all the same.
 
-Its working directory, its forkserver, its free descriptors: a death after each costs one process.
+An agent loses, one after the other, its working directory, its forkserver, its free descriptors;
+and a job never has libtaskd.
 """
 
 from __future__ import annotations
@@ -115,5 +116,24 @@ def test_a_death_costs_one_process_whatever_its_agent_has_lost(tmp_path: Path) -
         failed = [fault for fault in records[-1]["faults"] if fault["kind"] == "start failed"]
         assert failed
         assert all("Too many open files" in fault["detail"] for fault in failed)
+        assert job.digests() == plain_digests(tmp_path / "plain")
+        assert job.leftovers() == set()
+
+
+def test_without_libtaskd_a_killed_rank_is_replaced_in_place(tmp_path: Path) -> None:
+    with harness.job(
+        tmp_path / "job", TASKD_NATIVE="off", FAULTS=f"{VICTIM}@5:forward:kill"
+    ) as job:
+        job.start_manager()
+        finished = job.start_agent("train.py", nproc=2, warm=False).wait(90)
+        assert finished.returncode == 0, finished.output[-6000:]
+        said = "libtaskd is switched off by TASKD_NATIVE"
+        assert finished.output.count(said) == 1
+        assert said in (job.log_dir / "agent-0.log").read_text(encoding="utf-8")
+        assert len(job.facts("fault")) == 1
+        assert (len(lives(job, SPARED)), len(lives(job, VICTIM))) == (1, 2)
+        (record,) = job.recoveries()
+        assert (record["strategy"], record["steps_redone"]) == ("recover-in-place", 0)
+        assert record["faults"][0]["detail"] == "SIGKILL"
         assert job.digests() == plain_digests(tmp_path / "plain")
         assert job.leftovers() == set()
