@@ -69,8 +69,9 @@ def train() -> None:
             ddp(ids[:, None].float()).square().mean().backward()
             optimizer.step()
             state.done += 1
+            # behind commit() the note of a survivor that is called out would be missing
+            fact("commits", step=state.step, ids=ids.tolist())
             state.commit()
-            fact("committed", step=state.step, ids=ids.tolist())
         state.epoch, state.done = state.epoch + 1, 0
     fact("returned", weights=model.weight.tolist())
 
