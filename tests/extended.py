@@ -16,7 +16,7 @@ _OF: dict[str, dict[str, str]] = {
             "the same, and [0-forward] for the first step"
         ),
         "test_kill_at_each_place_of_the_first_second_and_last_step[[]11-[sof]*": (
-            "the same, and [11-backward] and [11-before-commit] for the last step"
+            "the same, and [11-before-commit] for the last step"
         ),
         "test_every_other_way_to_die[[]*": "test_every_other_way_to_die_in_one_run",
         "test_one_that_restores_while_another_recovers": (
@@ -28,7 +28,7 @@ _OF: dict[str, dict[str, str]] = {
             "test_dump.py trains with batch norm; test_exchange.py compares buffers"
         ),
         "test_the_largest_is_killed_as_by_an_out_of_memory_killer": (
-            "SIGKILL from outside is SIGKILL: test_kill_of_any_rank"
+            "SIGKILL from outside is SIGKILL: test_kill_of_any_rank_*[0]"
         ),
         "test_nothing_is_left_when_torchrun_is_ended[[]2]": "SIGTERM and SIGKILL",
         "test_two_agents_on_one_machine[[]3]": "[0]",
@@ -83,12 +83,8 @@ _OF: dict[str, dict[str, str]] = {
         "test_a_dump_without_a_rank_is_whole_and_another_world_goes_on_from_it[[]stages-]": (
             "the same"
         ),
-        "test_a_shard_that_nobody_has_comes_from_node_memory[[]1-step]": (
-            "[1-before-vote], [3-forward]"
-        ),
-        "test_a_shard_that_nobody_has_comes_from_node_memory[[]1-backward-end]": (
-            "[1-before-vote], [3-forward]"
-        ),
+        "test_a_shard_that_nobody_has_comes_from_node_memory[[]1-step]": "[1-before-vote]",
+        "test_a_shard_that_nobody_has_comes_from_node_memory[[]1-backward-end]": "[1-before-vote]",
         "test_generators_of_the_dead_are_in_a_dump_of_an_older_version": (
             "tests/unit/worker/test_sharded_checkpoints.py: what is a dead rank's alone"
         ),
@@ -127,7 +123,9 @@ _OF: dict[str, dict[str, str]] = {
         "test_a_shard_comes_from_its_replica*": (
             "the dump of HYBRID_SHARD-orig; tests/unit/worker/test_sharded_state.py: flat_hybrid"
         ),
-        "test_any_rank_may_die[[]*": "[flat-FULL_SHARD-1-backward-end]; the dump loses rank 3",
+        "test_any_rank_may_die[[]*": (
+            "test_all_gone.py: [flat-FULL_SHARD-1-step] loses all; the dump loses rank 3"
+        ),
     },
     "tests/process/test_dump.py": {
         "test_a_node_that_is_to_end_saves_at_the_end_of_the_step": (
@@ -152,11 +150,10 @@ _OF: dict[str, dict[str, str]] = {
             "test_periodic_checkpoints_survive_the_death_of_everything"
         ),
         "test_a_step_is_done_before_a_node_ends_if_it_takes_less_than_half_*": (
-            "tests/unit/core/test_dying.py; test_a_node_that_is_to_end_saves_at_the_end_of_the_step"
+            "tests/unit/core/test_dying.py; tests/examples/test_deployment.py: a pod that is to end"
         ),
     },
     "tests/process/test_sigterm.py": {
-        "test_to_workers_saves_the_step_that_is_under_way[[]ranks1]": "[ranks0], [ranks2]",
         "test_to_everything_at_a_moment_of_the_benchmark": (
             "test_to_everything_at_once; benchmarks/sigterm.py has 30 moments"
         ),
@@ -181,12 +178,16 @@ _OF: dict[str, dict[str, str]] = {
     },
     "tests/process/test_one_command.py": {
         "test_a_port_that_is_taken_costs_nothing[[][tn]*": (
-            "[another job]; tests/unit/core/test_automatic.py"
+            "tests/unit/core/test_automatic.py; "
+            "test_manager_attack.py::test_a_taken_port_ends_a_second_manager_*"
         ),
         "test_no_manager_is_started_where_that_is_off[[]-*": (
-            "[TASKD_MANAGER]; tests/unit/test_rendezvous.py"
+            "tests/unit/core/test_automatic.py; tests/unit/test_rendezvous.py"
         ),
-        "test_a_manager_py_takes_over_on_two_hosts": "test_a_manager_py_that_comes_late_takes_over",
+        "test_a_manager_py_takes_over_on_two_hosts": (
+            "tests/unit/core/test_automatic.py; tests/unit/test_manager_place.py; "
+            "test_manager_attack.py: a new one takes over"
+        ),
         "test_a_manager_that_is_killed_is_started_again_and_recovers[[]True]": (
             "[False]; with a secret: test_manager_attack.py"
         ),
@@ -208,9 +209,6 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/process/test_preloading.py": {
-        "test_an_import_that_crashes_or_hangs_costs_the_warm_start_*[[]crashes]": (
-            "[hangs]; test_a_preloaded_process_that_dies_costs_the_warm_start_alone"
-        ),
         "test_a_list_is_exact_and_off_is_off[[]off*": "tests/unit/test_agent_config.py",
         "test_replacements_start_with_the_modules_of_the_first_worker_*[[]0]": "[1]",
         "test_an_import_that_crashes_or_hangs_costs_the_warm_start_*": (
@@ -235,9 +233,7 @@ _OF: dict[str, dict[str, str]] = {
         "test_a_preloaded_process_that_*": "test_spawner.py: a forkserver that is stopped, or dies",
     },
     "tests/process/test_entry_point.py": {
-        "test_it_is_there_once_however_it_is_asked_for[[][sb]?[!c]*": (
-            "[backend], [all and the patch]"
-        ),
+        "test_it_is_there_once_however_it_is_asked_for[[][sb]?[!c]*": "[backend]",
         "test_it_is_there_once_however_it_is_asked_for[[]all and the patch]": (
             "[backend]; test_patch.py: sed, the switch"
         ),
@@ -248,8 +244,8 @@ _OF: dict[str, dict[str, str]] = {
             "test_own_signal.py::test_a_signal_that_cannot_be_is_refused_before_anything_runs"
         ),
         "test_the_backend_is_c10d_where_taskd_cannot_be*": (
-            "test_patch.py::test_unknown_torch_*; tests/unit/test_rendezvous.py; [a torchrun "
-            "that does not ask]"
+            "test_patch.py::test_unknown_torch_*; tests/unit/test_rendezvous.py; "
+            "test_a_torchrun_that_does_not_ask_for_it_is_left_alone"
         ),
         "test_one_that_cannot_be_imported_costs_a_line": (
             "test_patch.py::test_unknown_torch_is_said_and_left_alone[parameter]"
@@ -296,8 +292,6 @@ _OF: dict[str, dict[str, str]] = {
         ),
         "test_inert_unless_enabled[[]extra[12]]": "[extra0]",
         "test_other_entrypoints_are_left_to_torch[[][of]*": "[no python]",
-        "test_restart_without_a_manager[[][sc]t*": "[c10d]",
-        "test_restart_without_a_manager[[]standalone]": "[c10d]",
         "test_spent_budget_without_a_manager": (
             "test_recovery.py::test_a_spent_budget_ends_the_job_and_says_so"
         ),
@@ -307,7 +301,7 @@ _OF: dict[str, dict[str, str]] = {
         "test_a_torch_that_is_not_tested_and_looks_like_one_that_is_works": (
             "tests/compat/test_torch_seams.py; make test-torch"
         ),
-        "test_restart_without_a_manager[[]c10d]": (
+        "test_restart_without_a_manager[[]*": (
             "test_recovery.py::test_without_a_manager_a_death_restarts_the_group_*"
         ),
         "test_redirects_and_tee": "test_spawn.py compares both output streams",
@@ -380,7 +374,7 @@ _OF: dict[str, dict[str, str]] = {
     "tests/process/test_exchange.py": {
         "test_a_replaced_rank_leaves_no_trace_in_the_result[[][15]]": "[0] and [2]",
         "test_ranks_that_are_one_version_behind_receive_the_newest[[][03]]": "[1]",
-        "test_variants_of_the_script_end_with_the_same_bits[[]s*": "[adamw], [default_cap]",
+        "test_variants_of_the_script_end_with_the_same_bits[[]s*": "[adamw], [accumulate]",
         "test_variants_of_the_script_end_with_the_same_bits[[]late_ddp]": "[outside]",
         "test_variants_of_the_script_end_with_the_same_bits[[]unused]": "[accumulate]",
         "test_variants_of_the_script_end_with_the_same_bits[[]default_cap]": (
@@ -469,7 +463,7 @@ _OF: dict[str, dict[str, str]] = {
         "test_connections_that_stop_on_the_way_*[[]open-[szg]*": (
             "[open-connected], [open-handshake], [secret-*]"
         ),
-        "test_connections_that_stop_on_the_way_*[[]open-half a command]": "[secret-half a command]",
+        "test_connections_that_stop_on_the_way_*[[]open-half a command]": "[open-handshake]",
         "test_connections_that_stop_on_the_way_*[[]secret-[czgh]?????*": (
             "[open-*], [secret-signature]"
         ),
@@ -547,7 +541,8 @@ _OF: dict[str, dict[str, str]] = {
     },
     "tests/process/test_nodes.py": {
         "test_a_node_too_many_is_told_at_once_*": (
-            "tests/unit/core/test_recovery_joining.py; test_two_torchruns_of_one_index"
+            "nearest: tests/unit/core/test_recovery_joining.py: test_who_is_refused; what is said: "
+            "tests/slurm/test_slurm.py, in `make test-slurm`"
         ),
     },
     "tests/unit/mindx_elastic/test_imports.py": {
