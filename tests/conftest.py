@@ -98,11 +98,31 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what `make test` leaves to `make test-all`, and keep together what shares processes."""
+    try:
+        _mark(config, items)
+    except pytest.UsageError as error:
+        if hasattr(config, "workeroutput"):
+            config.workeroutput["refusal"] = str(error)
+        raise
+
+
+def _mark(config: pytest.Config, items: list[pytest.Item]) -> None:
     unused = lanes.mark(items)
     if unused and config.args == ["tests"]:
         raise pytest.UsageError(
             f"no test is called {', '.join(sorted(unused))}: see tests/extended.py"
         )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    """What a process of pytest-xdist has refused; it says that it has crashed, and not why.
+
+    Raises UsageError.
+    """
+    refusal = getattr(node, "workeroutput", {}).get("refusal")
+    if refusal is not None:
+        raise pytest.UsageError(refusal)
 
 
 @pytest.hookimpl(tryfirst=True)  # before the fixtures, which may draw

@@ -7,8 +7,10 @@
 
 Outside of all of these: tests marked `gpu`, and tests marked `slurm` (`make test-slurm`).
 
-A test is extended because something in `make test` proves the same in another way:
-tests/extended.py says what. New tests carry the marker themselves (`@pytest.mark.extended`).
+A test is extended because something in `make test` proves the same in another way. What that is,
+its marker says: `@pytest.mark.extended("[3]")`, `marks=pytest.mark.extended("test_x.py: test_y")`;
+without that, nothing is run. For older tests tests/extended.py says it. Where nothing proves all
+of it, the reason names what comes nearest, after the word "nearest".
 """
 
 from __future__ import annotations
@@ -41,16 +43,20 @@ _GROUPS_BY_FILE = {
 def mark(items: Iterable[pytest.Item]) -> set[str]:
     """Give each test its markers: `extended`, and the group that it must stay in.
 
-    Returns patterns that fit no test.
+    Returns patterns that fit no test. Raises UsageError for a test that is extended without a
+    reason.
     """
     expressions = {pattern: re.compile(fnmatch.translate(pattern)) for pattern, _ in EXTENDED}
     any_of_them = re.compile("|".join(one.pattern for one in expressions.values()))
+    proofs = dict(EXTENDED)
     unused = set(expressions)
     for item in items:
+        _check_reasons(item)
         # most tests fit none, which one expression tells ten times sooner than hundreds
         if any_of_them.match(item.nodeid):
-            unused -= {name for name, one in expressions.items() if one.match(item.nodeid)}
-            item.add_marker(pytest.mark.extended)
+            fitting = [name for name, one in expressions.items() if one.match(item.nodeid)]
+            unused -= set(fitting)
+            item.add_marker(pytest.mark.extended("; ".join(proofs[name] for name in fitting)))
         for fixture, group in _GROUPS_BY_FIXTURE.items():
             if fixture in getattr(item, "fixturenames", ()):
                 item.add_marker(pytest.mark.xdist_group(group))
@@ -58,6 +64,17 @@ def mark(items: Iterable[pytest.Item]) -> set[str]:
             if file in item.nodeid:
                 item.add_marker(pytest.mark.xdist_group(group))
     return unused
+
+
+def _check_reasons(item: pytest.Item) -> None:
+    for marker in item.iter_markers("extended"):
+        match marker.args:
+            case (str(reason),) if reason.strip() and not marker.kwargs:
+                continue
+        raise pytest.UsageError(
+            f"{item.nodeid} is marked `extended` without a reason. Write what proves the same in "
+            '`make test`: @pytest.mark.extended("test_x.py: test_y"); see tests/lanes.py'
+        )
 
 
 class Slice:

@@ -34,7 +34,13 @@ if TYPE_CHECKING:
 
     Reference = Callable[..., dict[int, str]]
 
-pytestmark = [pytest.mark.slow, pytest.mark.extended]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.extended(
+        "tests/process/test_nodes.py: test_another_torchrun_takes_the_place_of_a_lost_node[once]; "
+        "nearest to the commands and variables: test_kubernetes.py, which reads them"
+    ),
+]
 
 LIMIT_S = 90
 STEPS = {"STEPS": "60"}

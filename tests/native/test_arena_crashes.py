@@ -63,7 +63,7 @@ def read_lines(pipe: int, count: int) -> list[bytes]:
     return lines
 
 
-@pytest.mark.parametrize("kills", [30, pytest.param(100, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("kills", [30, pytest.param(100, marks=pytest.mark.extended("[30]"))])
 def test_after_many_kills_the_newest_complete_snapshot_is_there_each_time(kills):
     chance = random.Random(20240612)
     interrupted, completed = 0, 0

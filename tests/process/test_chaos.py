@@ -83,7 +83,10 @@ def test_three_faults_of_a_seed_are_recovered_and_the_result_is_the_same(
         assert job.leftovers() == set()
 
 
-@pytest.mark.extended  # test_chaos.py in tests/unit: what fails
+@pytest.mark.extended(
+    "tests/unit/test_chaos.py: test_what_fails; tests/unit/test_chaos_target.py: "
+    "test_nothing_of_a_command_is_left; test_recovery.py: test_a_spent_budget_*"
+)
 def test_a_job_that_does_not_recover_fails_and_nothing_of_it_is_left(
     tmp_path: pathlib.Path,
 ) -> None:
@@ -104,7 +107,11 @@ def test_a_job_that_does_not_recover_fails_and_nothing_of_it_is_left(
         assert job.leftovers() == set()
 
 
-@pytest.mark.extended  # the three kinds above; a stopped rank: test_hangs
+@pytest.mark.extended(
+    "tests/unit/test_chaos_target.py: test_a_fault_has_happened_*; tests/unit/test_chaos.py: "
+    "test_what_fails, also a job that is over too soon; test_hangs.py: a stopped rank; "
+    "test_one_command.py: a killed manager"
+)
 def test_every_kind_and_a_job_that_is_too_short(tmp_path: pathlib.Path) -> None:
     with harness.job(tmp_path, STEPS="600", SLEEP_S="0.05") as job:
         finished, verdict = chaos(job, "--seed=5", "--faults=8", "--every=0.3")
@@ -118,7 +125,9 @@ def test_every_kind_and_a_job_that_is_too_short(tmp_path: pathlib.Path) -> None:
         assert verdict["exit_code"] == 0
 
 
-@pytest.mark.extended  # the same context as in the tests above
+@pytest.mark.extended(
+    "nearest: tests/unit/test_chaos_target.py: test_nothing_of_a_command_is_left, without a signal"
+)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
 def test_whoever_ends_it_ends_the_job(tmp_path: pathlib.Path, number: int, status: int) -> None:
     with harness.job(tmp_path, STEPS="4000", SLEEP_S="0.05") as job:
@@ -132,7 +141,10 @@ def test_whoever_ends_it_ends_the_job(tmp_path: pathlib.Path, number: int, statu
         assert job.leftovers() == set()
 
 
-@pytest.mark.extended  # tests/unit/test_chaos.py: commands and what is judged; test_spares: a node
+@pytest.mark.extended(
+    "tests/unit/test_chaos.py: commands, and what is judged; test_spares.py: a lost node; "
+    "test_networks.py: test_a_link_that_is_lossy_and_then_cut_*"
+)
 def test_a_node_and_a_link_of_namespaces(tmp_path: pathlib.Path) -> None:
     """By the commands of benchmarks/chaos_hosts.py, which also compares the states."""
     reason = missing()

@@ -115,7 +115,7 @@ def _check_steps(job: harness.Job, ranks: set[int], steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "lost", [2, pytest.param(0, marks=pytest.mark.extended)], ids=["last", "first"]
+    "lost", [2, pytest.param(0, marks=pytest.mark.extended("[last]"))], ids=["last", "first"]
 )
 def test_the_others_go_on_and_the_node_comes_back(tmp_path: pathlib.Path, lost: int) -> None:
     survivors = {0, 1, 2} - {lost}
@@ -143,7 +143,10 @@ def test_the_others_go_on_and_the_node_comes_back(tmp_path: pathlib.Path, lost: 
         assert "without taskd.ElasticSampler" not in job.story()
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "tests/unit/core/test_elastic.py: test_whole_replicas_can_be_done_without; "
+    "tests/unit/worker/test_world.py: ranks of the smaller world; [last]"
+)
 def test_replicas_of_sharded_state(tmp_path: pathlib.Path) -> None:
     """HSDP, a replica on each node: each rank of the other one goes on with its own shard."""
     with _job(tmp_path, LAYOUT="hsdp") as job:
@@ -163,7 +166,9 @@ def test_replicas_of_sharded_state(tmp_path: pathlib.Path) -> None:
         assert [record["steps_redone"] for record in job.recoveries()] == [0, 0]
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "tests/unit/worker/test_world.py: test_a_world_of_another_size_is_told_of_once"
+)
 def test_data_that_are_divided_by_ranks_are_warned_of(tmp_path: pathlib.Path) -> None:
     """Nobody comes back here: the job ends as the smaller world."""
     with _job(tmp_path, DATA="divided") as job:
@@ -179,7 +184,7 @@ def test_data_that_are_divided_by_ranks_are_warned_of(tmp_path: pathlib.Path) ->
         assert said == 1
 
 
-@pytest.mark.extended
+@pytest.mark.extended("tests/unit/core/test_elastic.py: test_a_shard_that_nobody_else_has_cannot")
 def test_shards_that_nobody_else_has_end_the_job_and_say_so(tmp_path: pathlib.Path) -> None:
     with _job(tmp_path, LAYOUT="fsdp") as job:
         nodes = Nodes(job, 2, 1)

@@ -88,7 +88,11 @@ def test_the_manager_is_lost_with_its_node(
         wait_until(job, lambda: not job.leftovers())  # no torchrun waits for an elected manager
 
 
-@pytest.mark.extended  # decisions: tests/unit/core/test_electorate.py, tests/unit/manager
+@pytest.mark.extended(
+    "decisions: TestBegunAnew in tests/unit/core/test_electorate.py, "
+    "tests/unit/manager/test_begun_anew.py; tests/simulation/test_partitions.py: managers begin "
+    "anew, hosts are lost"
+)
 def test_a_manager_was_started_again_before_its_host_is_lost(
     tmp_path: pathlib.Path,
     reference,  # noqa: F811
@@ -124,7 +128,10 @@ def test_a_manager_was_started_again_before_its_host_is_lost(
         assert job.digests() == reference(nproc=3, STEPS="300")
 
 
-@pytest.mark.extended  # the partitions are played in tests/simulation/test_partitions.py
+@pytest.mark.extended(
+    "tests/simulation/test_partitions.py: "
+    "test_in_every_pattern_the_larger_part_goes_on_and_no_other"
+)
 def test_a_host_that_is_cut_off_with_the_manager_does_not_go_on(
     tmp_path: pathlib.Path,
     reference,  # noqa: F811
@@ -160,7 +167,10 @@ def test_a_host_that_is_cut_off_with_the_manager_does_not_go_on(
         assert job.agents[0].process.poll() is None, "it waits for the others"
 
 
-@pytest.mark.extended  # decisions: tests/unit/core/test_election.py; test_cut_off.py heals a host
+@pytest.mark.extended(
+    "tests/unit/core/test_election.py: test_a_node_that_was_only_cut_off_keeps_its_processes; "
+    "test_cut_off.py heals a host"
+)
 def test_a_host_that_is_cut_off_with_the_manager_comes_back_with_its_process(
     tmp_path: pathlib.Path,
     reference,  # noqa: F811
@@ -243,7 +253,10 @@ def _pair(tmp_path: pathlib.Path, **env: str) -> harness.Job:
     return harness.job(tmp_path, **settings | env)
 
 
-@pytest.mark.extended  # the partitions are played in tests/simulation/test_pair_partitions.py
+@pytest.mark.extended(
+    "tests/simulation/test_pair_partitions.py: test_in_every_pattern_two_of_the_three_go_on_*; "
+    "test_cut_off.py: test_nobody_comes_back_before_the_others_have_given_up"
+)
 def test_of_two_nodes_the_host_of_the_manager_is_cut_off_and_goes_on_living(
     tmp_path: pathlib.Path,
     reference,  # noqa: F811
@@ -303,7 +316,9 @@ def test_of_two_nodes_a_stopped_manager_goes_on_late(
         assert job.digests() == reference(nproc=2, STEPS="160")
 
 
-@pytest.mark.extended  # tests/unit/core/test_election.py: each has longer to start
+@pytest.mark.extended(
+    "tests/unit/core/test_election.py: test_each_manager_that_is_elected_has_longer_to_start"
+)
 def test_of_two_nodes_the_next_manager_takes_longer_to_start_than_it_is_waited_for(
     tmp_path: pathlib.Path,
     reference,  # noqa: F811

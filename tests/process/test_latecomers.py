@@ -21,9 +21,14 @@ if TYPE_CHECKING:
 
     Reference = Callable[..., dict[int, str]]
 
-# An election is in test_elections.py, several addresses are in test_names.py, and who is late in
-# tests/unit/core/test_election.py.
-pytestmark = [pytest.mark.slow, pytest.mark.extended]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.extended(
+        "nearest: test_elections.py: an election; test_names.py: several addresses; who is late: "
+        "tests/unit/core/test_election.py: test_who_asks_before_the_agents_have_come_is_late, "
+        "tests/unit/manager/test_late.py, tests/unit/core/test_meeting.py"
+    ),
+]
 
 LIMIT_S = 60
 NODES = 3

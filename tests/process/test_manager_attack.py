@@ -193,7 +193,10 @@ def test_the_manager_survives_everything_that_can_be_sent_to_its_port(
     assert finished.output.count("refused a message of agent-5-None-stranger: malformed") == 1
 
 
-@pytest.mark.extended  # tests/unit/manager has the same without a socket
+@pytest.mark.extended(
+    "tests/unit/manager/test_bad_input.py: test_odd_values_in_messages_of_every_type_*, without a "
+    "socket"
+)
 def test_odd_values_in_messages_of_every_type_are_refused_and_the_job_goes_on(
     job: harness.Job, agent: Client, tmp_path: pathlib.Path
 ) -> None:

@@ -204,8 +204,14 @@ def lose_and_replace(job: harness.Job, lost: int) -> list[harness.Output]:
     ("lost", "strategies"),
     [
         (1, "recover"),
-        pytest.param(0, "recover", marks=pytest.mark.extended),
-        pytest.param(1, "recover,dump", marks=pytest.mark.extended),
+        pytest.param(0, "recover", marks=pytest.mark.extended("[1-recover]")),
+        pytest.param(
+            1,
+            "recover,dump",
+            marks=pytest.mark.extended(
+                "[1-recover]; tests/unit/core/test_returning.py: with dump, too"
+            ),
+        ),
     ],
 )
 def test_another_node_gets_the_shards_of_the_lost_one_from_mirrors(

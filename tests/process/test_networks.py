@@ -122,7 +122,11 @@ def test_a_host_that_is_killed_is_named_and_the_job_saved(tmp_path: pathlib.Path
         assert job.leftovers() == set()
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "test_a_host_that_is_killed_is_named_and_the_job_saved; test_dump.py: "
+    "test_the_next_start_goes_on_to_the_last_bit; nearest to what is said: "
+    "tests/unit/worker/test_state.py: test_missing_extras_are_reported_*"
+)
 def test_a_job_that_has_lost_a_host_goes_on_with_another_one(tmp_path: pathlib.Path) -> None:
     """What only that host had, the random numbers of its ranks, is gone, and that is said."""
     with job_on_hosts(tmp_path, 3, TASKD_RECOVER_STRATEGY="dump") as (job, hosts):
@@ -146,7 +150,10 @@ def test_a_job_that_has_lost_a_host_goes_on_with_another_one(tmp_path: pathlib.P
                 assert (f"rank {rank}: {said}" in agent.text) == (node_rank == 2)
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "nearest: test_a_link_that_is_lossy_and_then_cut_costs_no_node: packets that come again; "
+    "tests/simulation/test_large.py: test_messages_of_a_slow_node_come_late_*"
+)
 def test_a_slow_link_costs_time_alone(tmp_path: pathlib.Path, reference) -> None:
     with job_on_hosts(tmp_path, STEPS="14", HOLD_AT="8") as (job, (_, second)):
         second.delay(200)
@@ -159,7 +166,10 @@ def test_a_slow_link_costs_time_alone(tmp_path: pathlib.Path, reference) -> None
         check_undisturbed(job, reference(STEPS="14"))
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "tests/simulation/test_large.py: test_a_node_that_is_not_heard_for_less_than_its_lease_*; "
+    "nearest to the new connection: test_a_link_that_is_lossy_and_then_cut_*, a shorter outage"
+)
 def test_an_outage_of_nearly_two_thirds_of_the_lease_costs_no_node(
     tmp_path: pathlib.Path, reference
 ) -> None:
@@ -174,7 +184,9 @@ def test_an_outage_of_nearly_two_thirds_of_the_lease_costs_no_node(
         check_undisturbed(job, reference(**STEPS))
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "nearest: test_a_link_that_is_lossy_and_then_cut_costs_no_node, both directions"
+)
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("way", ["in", "out"])
 def test_a_link_that_fails_in_one_direction_and_heals_costs_no_node(
@@ -190,7 +202,10 @@ def test_a_link_that_fails_in_one_direction_and_heals_costs_no_node(
         check_undisturbed(job, reference(**STEPS))
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "nearest: tests/simulation/test_large.py: test_for_longer_the_job_ends_with_the_reason, both "
+    "directions; test_a_host_that_is_killed_is_named_and_the_job_saved"
+)
 @pytest.mark.parametrize("way", ["in", "out"])
 def test_a_link_that_stays_dead_in_one_direction_costs_the_node(
     tmp_path: pathlib.Path, way: str
@@ -202,7 +217,10 @@ def test_a_link_that_stays_dead_in_one_direction_costs_the_node(
         assert len(checkpoints(job)) == 1
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "test_a_host_that_is_killed_is_named_and_the_job_saved; test_cut_off.py: "
+    "test_nobody_comes_back_before_the_others_have_given_up"
+)
 def test_one_of_five_hosts_is_cut_off(tmp_path: pathlib.Path) -> None:
     with job_on_hosts(tmp_path, 5, TASKD_RECOVER_STRATEGY="dump") as (job, hosts):
         hosts[3].cut()
@@ -212,7 +230,10 @@ def test_one_of_five_hosts_is_cut_off(tmp_path: pathlib.Path) -> None:
         assert not set(checkpoint.manifest.writers) & {6, 7}
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "test_recovery.py: test_nothing_is_left_when_torchrun_is_ended[9]; "
+    "tests/native/test_agent_loss.py"
+)
 def test_workers_do_not_outlive_an_agent_that_is_killed_alone(tmp_path: pathlib.Path) -> None:
     with job_on_hosts(tmp_path) as (job, hosts):
         assert job.manager is not None
@@ -225,7 +246,11 @@ def test_workers_do_not_outlive_an_agent_that_is_killed_alone(tmp_path: pathlib.
         check_lost(job, 1, code=1)
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "tests/unit/core/test_node_alone.py: test_a_host_that_answers_and_has_no_manager_*, "
+    "test_a_refusal_ends_the_wait; tests/unit/test_not_met.py: "
+    "test_the_others_do_not_come_to_a_restart"
+)
 def test_a_node_that_comes_back_too_late_is_told_that_the_job_is_over(
     tmp_path: pathlib.Path,
 ) -> None:

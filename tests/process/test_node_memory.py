@@ -121,7 +121,7 @@ def lose_and_restart(
     return agents, reached
 
 
-@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("lost", [1, pytest.param(0, marks=pytest.mark.extended("[1]"))])
 def test_a_torchrun_on_the_same_host_has_the_snapshots_of_the_one_that_was_killed(
     tmp_path: pathlib.Path, memory: pathlib.Path, undisturbed: dict[int, str], lost: int
 ) -> None:
@@ -175,7 +175,10 @@ def test_a_replaced_pod_has_nothing_of_it(
         assert job.leftovers() == set()
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "tests/contract/test_node_memory.py: test_a_damaged_snapshot_is_as_good_as_none; "
+    "test_all_gone.py: test_without_snapshots_all_start_anew_and_the_record_says_why"
+)
 def test_what_is_damaged_is_not_used(
     tmp_path: pathlib.Path, memory: pathlib.Path, undisturbed: dict[int, str]
 ) -> None:
@@ -229,7 +232,9 @@ def test_the_manager_is_lost_with_the_torchrun_and_another_one_elected(
         assert job.leftovers() == set()
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "tests/contract/test_memory_folders.py: test_arenas_are_as_without_one_*[missing]"
+)
 def test_a_folder_that_is_not_there_is_told_and_the_job_goes_on(tmp_path: pathlib.Path) -> None:
     """Else: tests/contract/test_node_memory.py."""
     missing = tmp_path / "none"

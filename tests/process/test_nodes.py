@@ -70,7 +70,7 @@ def _job(directory: pathlib.Path, **env: str) -> harness.Job:
 
 
 @pytest.mark.parametrize(
-    "lost_times", [1, pytest.param(2, marks=pytest.mark.extended)], ids=["once", "twice"]
+    "lost_times", [1, pytest.param(2, marks=pytest.mark.extended("[once]"))], ids=["once", "twice"]
 )
 def test_another_torchrun_takes_the_place_of_a_lost_node(
     tmp_path: pathlib.Path,
@@ -94,7 +94,10 @@ def test_another_torchrun_takes_the_place_of_a_lost_node(
         assert {fault["kind"] for record in records for fault in record["faults"]} == {"node lost"}
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "tests/unit/core/test_absence.py: test_its_own_agent_comes_back_with_its_workers; "
+    "tests/simulation/test_large.py: test_where_lost_nodes_are_replaced_it_comes_back_*"
+)
 def test_a_node_that_is_only_cut_off_keeps_its_processes(
     tmp_path: pathlib.Path,
     reference: Reference,  # noqa: F811
@@ -115,7 +118,11 @@ def test_a_node_that_is_only_cut_off_keeps_its_processes(
         assert record["strategy"] == "recover"
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "test_cut_off.py: test_nobody_comes_back_before_the_others_have_given_up; "
+    "tests/unit/core/test_absence.py: test_nobody_comes, "
+    "test_nobody_comes_and_the_others_hold_everything"
+)
 @pytest.mark.parametrize("strategies", ["recover", "recover,dump"])
 def test_nobody_takes_the_place(tmp_path: pathlib.Path, strategies: str) -> None:
     env = {"TASKD_RECOVER_STRATEGY": strategies, "TASKD_WAIT_RESCHEDULE_TIMEOUT": "2"}
@@ -134,7 +141,10 @@ def test_nobody_takes_the_place(tmp_path: pathlib.Path, strategies: str) -> None
         assert job.leftovers() == set()
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "tests/unit/core/test_absence.py: test_a_node_that_is_heard_keeps_it, "
+    "test_it_does_not_ask_for_ever"
+)
 def test_two_torchruns_of_one_index(
     tmp_path: pathlib.Path,
     reference: Reference,  # noqa: F811
@@ -189,7 +199,13 @@ def test_a_node_too_many_is_told_at_once_and_the_others_train(
         check_recovered(job, first.wait(LIMIT_S), reference(STEPS="40"), faults=0, replaced=set())
 
 
-@pytest.mark.parametrize("backend", ["static", pytest.param("c10d", marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "static",
+        pytest.param("c10d", marks=pytest.mark.extended("[static]; tests/unit/test_not_met.py")),
+    ],
+)
 def test_a_node_that_does_not_come_ends_the_others(tmp_path: pathlib.Path, backend: str) -> None:
     """When the time of the rendezvous is over; without a traceback of torch."""
     with _job(tmp_path) as job:
@@ -223,7 +239,9 @@ def test_a_node_that_does_not_come_ends_the_others(tmp_path: pathlib.Path, backe
         assert not job.facts()
 
 
-@pytest.mark.extended  # tests/unit/core/test_dying_incomplete.py
+@pytest.mark.extended(
+    "tests/unit/core/test_dying_incomplete.py: test_what_the_others_hold_is_saved"
+)
 def test_what_is_left_is_saved_if_the_node_went_while_no_manager_was_there(
     tmp_path: pathlib.Path,
 ) -> None:
@@ -250,7 +268,7 @@ def test_what_is_left_is_saved_if_the_node_went_while_no_manager_was_there(
         assert job.leftovers() == set()
 
 
-@pytest.mark.parametrize("culprit", [2, pytest.param(0, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("culprit", [2, pytest.param(0, marks=pytest.mark.extended("[2]"))])
 def test_all_hear_of_a_process_that_fails_when_the_training_is_over(
     tmp_path: pathlib.Path, culprit: int
 ) -> None:

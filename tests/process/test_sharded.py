@@ -217,7 +217,10 @@ def test_a_shard_that_nobody_has_comes_from_node_memory(
             assert f"loaded version {record['version']} from the memory of its node" in sources
 
 
-@pytest.mark.extended  # ranks 0 and 3, 0 and 1 above; `make test-torch` runs it
+@pytest.mark.extended(
+    "ranks 3 and 0: test_a_shard_comes_from_its_replica[hsdp-forward]; ranks 1 and 0: "
+    "test_a_shard_that_nobody_has_comes_from_node_memory[1-before-vote]; `make test-torch` runs it"
+)
 @pytest.mark.parametrize("layout", ["hsdp", "fsdp"])
 def test_each_rank_in_one_run(
     tmp_path: pathlib.Path, undisturbed: Callable[[str], Reference], layout: str

@@ -72,7 +72,12 @@ def saved(job: harness.Job, finished: harness.Finished) -> Checkpoint:
 
 
 @pytest.mark.parametrize(
-    "ranks", [(2,), pytest.param((0, 3), marks=pytest.mark.extended), (0, 1, 2, 3)]
+    "ranks",
+    [
+        (2,),
+        pytest.param((0, 3), marks=pytest.mark.extended("[ranks0]; test_to_everything_at_once")),
+        (0, 1, 2, 3),
+    ],
 )
 def test_to_workers_saves_the_step_that_is_under_way(
     tmp_path: pathlib.Path,
@@ -130,9 +135,7 @@ def test_to_everything_at_a_moment_of_the_benchmark(tmp_path: pathlib.Path) -> N
     assert version > 0
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param("flag", marks=pytest.mark.extended), "exit", "late-exit", "fork"]
-)
+@pytest.mark.parametrize("how", ["flag", "exit", "late-exit", "fork"])
 def test_the_own_handler_of_the_script_is_called_and_the_job_is_saved(
     tmp_path: pathlib.Path,
     reference,  # noqa: F811

@@ -127,7 +127,10 @@ def test_what_is_a_ranks_alone_comes_back_in_a_step_that_the_others_have_complet
         assert "what differs between ranks is as" not in job.story()  # nothing of it is lost
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "test_a_spare_takes_the_place_of_a_lost_node[c10d]; tests/simulation/test_pair_partitions.py: "
+    "test_the_host_of_the_manager_is_lost_and_that_of_the_next_one"
+)
 def test_two_nodes_are_lost_one_after_the_other(
     tmp_path: pathlib.Path,
     reference: Reference,  # noqa: F811
@@ -147,7 +150,7 @@ def test_two_nodes_are_lost_one_after_the_other(
         check_recovered(job, finished, reference(STEPS="100"), faults=0, replaced={2, 3})
 
 
-@pytest.mark.extended
+@pytest.mark.extended("tests/unit/core/test_spares.py: test_a_silent_spare_is_not_waited_for")
 def test_a_spare_that_is_gone_is_passed_over(
     tmp_path: pathlib.Path,
     reference: Reference,  # noqa: F811
@@ -168,7 +171,9 @@ def test_a_spare_that_is_gone_is_passed_over(
         assert job.recoveries()[0]["strategy"] == "recover"
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "test_networks.py: test_a_node_whose_place_a_spare_has_taken_ends_and_can_be_the_next_spare"
+)
 def test_a_lost_node_comes_back_and_is_the_next_spare(
     tmp_path: pathlib.Path,
     reference: Reference,  # noqa: F811
@@ -190,7 +195,11 @@ def test_a_lost_node_comes_back_and_is_the_next_spare(
         check_recovered(job, finished, reference(STEPS="120"), faults=0, replaced={2, 3})
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "tests/unit/manager/test_late.py: test_one_agent_that_is_back_tells_that_the_job_runs; "
+    "test_started_again.py: one that asks and waits; "
+    "test_a_spare_takes_the_place_of_a_lost_node[c10d]"
+)
 def test_a_torchrun_that_is_started_again_with_c10d(
     tmp_path: pathlib.Path,
     reference: Reference,  # noqa: F811
@@ -207,7 +216,9 @@ def test_a_torchrun_that_is_started_again_with_c10d(
         check_recovered(job, finished, reference(STEPS="60"), faults=0, replaced={2, 3})
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "nearest: tests/unit/core/test_absence.py: test_not_where_it_is_not_allowed, without a spare"
+)
 def test_a_job_that_replaces_no_nodes_has_no_use_for_a_spare(tmp_path: pathlib.Path) -> None:
     with _job(tmp_path, TASKD_RECOVER_STRATEGY="recover-in-place") as job:
         nodes = Nodes(job)
@@ -219,7 +230,10 @@ def test_a_job_that_replaces_no_nodes_has_no_use_for_a_spare(tmp_path: pathlib.P
         assert nodes.agents[0].wait(LIMIT_S).returncode == 0
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "test_networks.py: test_a_node_whose_place_a_spare_has_taken_*, whose next spare ends well; "
+    "that is also nearest to the end of a job that fails"
+)
 @pytest.mark.parametrize("is_well", [True, False], ids=["succeeds", "fails"])
 def test_spares_end_with_the_job(tmp_path: pathlib.Path, *, is_well: bool) -> None:
     env = {} if is_well else {"FAULTS": "2@30:forward:always-raise"}
@@ -233,7 +247,10 @@ def test_spares_end_with_the_job(tmp_path: pathlib.Path, *, is_well: bool) -> No
         assert ("the job has failed: " in finished.output) is not is_well
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "tests/unit/core/test_spares.py: test_the_place_of_a_spare_that_ends_is_offered_to_the_next; "
+    "test_elections.py: test_of_two_nodes_whether_there_is_a_spare_that_votes[two]"
+)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_spare_may_be_ended(tmp_path: pathlib.Path, number: int) -> None:
     """It says goodbye, and the manager offers it nothing."""
@@ -247,7 +264,10 @@ def test_a_spare_may_be_ended(tmp_path: pathlib.Path, number: int) -> None:
         assert nodes.agents[0].wait(LIMIT_S).returncode == 0, job.story()
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "nearest: test_manager_attack.py: test_promises_on_the_command_line_are_held_against_*, nodes; "
+    "tests/unit/core/test_spares.py: test_the_place_of_a_spare_that_ends_*"
+)
 def test_a_spare_that_does_not_fit_says_why(tmp_path: pathlib.Path) -> None:
     env = {"TASKD_WAIT_RESCHEDULE_TIMEOUT": "8"}
     with _job(tmp_path, **env) as job:
@@ -268,7 +288,18 @@ def test_a_spare_that_does_not_fit_says_why(tmp_path: pathlib.Path) -> None:
         assert nodes.agents[0].wait(LIMIT_S).returncode == 1
 
 
-@pytest.mark.parametrize("backend", ["static", pytest.param("c10d", marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "static",
+        pytest.param(
+            "c10d",
+            marks=pytest.mark.extended(
+                "[static]; test_a_spare_takes_the_place_of_a_lost_node[c10d]"
+            ),
+        ),
+    ],
+)
 def test_node_0_is_lost(
     tmp_path: pathlib.Path,
     reference: Reference,  # noqa: F811
@@ -287,7 +318,11 @@ def test_node_0_is_lost(
         check_recovered(job, finished, reference(STEPS="60"), faults=0, replaced={0, 1})
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "tests/unit/manager/test_late.py: test_one_agent_that_is_back_tells_that_the_job_runs; "
+    "tests/unit/core/test_meeting.py: test_who_is_started_again_does_not_meet_the_others_*; "
+    "test_node_0_is_lost[static]"
+)
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_node_0_is_started_again(
     tmp_path: pathlib.Path,
@@ -307,7 +342,10 @@ def test_node_0_is_started_again(
         check_recovered(job, finished, reference(STEPS="60"), faults=0, replaced={0, 1})
 
 
-@pytest.mark.extended  # where they meet then: tests/unit/core/test_meeting.py
+@pytest.mark.extended(
+    "tests/unit/core/test_meeting.py: test_the_store_of_the_rendezvous_is_lost_*; "
+    "tests/unit/test_trainer_stores.py: test_who_has_the_store_of_the_rendezvous_tells_the_others"
+)
 def test_the_host_of_the_rendezvous_is_lost_and_is_not_node_0(
     tmp_path: pathlib.Path,
     reference: Reference,  # noqa: F811
@@ -331,7 +369,7 @@ def test_the_host_of_the_rendezvous_is_lost_and_is_not_node_0(
         check_recovered(job, finished, reference(STEPS="60"), faults=0, replaced={2, 3})
 
 
-@pytest.mark.parametrize("preload", ["auto", pytest.param("off", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("preload", ["auto", "off"])
 def test_a_spare_has_imported_what_the_workers_import(tmp_path: pathlib.Path, preload: str) -> None:
     """Also what takes long: its replacements find it in their memory."""
     library = tmp_path / "library"
@@ -389,7 +427,10 @@ def _with_address(job: harness.Job, is_host: str, address: str, **env: str) -> h
     return job.start_agent("train.py", nproc=2, options=options, **env)
 
 
-@pytest.mark.extended
+@pytest.mark.extended(
+    "tests/unit/core/test_meeting.py: test_the_node_is_lost_to_which_they_have_moved; "
+    "test_node_0_is_lost[static]"
+)
 def test_both_nodes_are_lost_one_after_the_other(
     tmp_path: pathlib.Path,
     reference: Reference,  # noqa: F811

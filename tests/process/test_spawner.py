@@ -267,7 +267,10 @@ def test_closing_ends_the_present_forkserver_at_once_and_workers_of_former_ones(
     assert time.monotonic() - began < DEADLINE_S
 
 
-@pytest.mark.parametrize("torch", ["none", pytest.param("real", marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    "torch",
+    ["none", pytest.param("real", marks=pytest.mark.extended("[none]; test_surroundings.py"))],
+)
 def test_a_removed_working_directory_is_what_workers_get(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torch: str
 ) -> None:

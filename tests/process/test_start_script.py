@@ -135,7 +135,9 @@ def test_a_rank_that_is_killed_is_replaced_and_training_goes_on(tmp_path: pathli
         wait_until(job, lambda: not job.leftovers())
 
 
-@pytest.mark.extended  # test_nobody_joins: the manager of a script that has ended
+@pytest.mark.extended(
+    "test_nobody_joins.py: test_a_manager_ends_soon_after_the_script_that_started_it"
+)
 def test_a_torchrun_that_does_not_start_leaves_no_manager_behind(tmp_path: pathlib.Path) -> None:
     with started(tmp_path, TASKD_JOIN_TIMEOUT="30", GPUS_PER_NODE="all") as (job, shell):
         assert shell.wait(60).returncode == 1

@@ -131,7 +131,9 @@ def test_an_unmodified_script_that_may_not_be_restarted_ends_and_says_why(
         assert job.leftovers() == set()
 
 
-@pytest.mark.parametrize("backend", ["static", pytest.param("c10d", marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    "backend", ["static", pytest.param("c10d", marks=pytest.mark.extended("[static]"))]
+)
 def test_a_lost_node_ends_an_unmodified_script_and_the_reason_says_what_it_lacks(
     tmp_path: pathlib.Path, backend: str
 ) -> None:

@@ -71,7 +71,11 @@ def test_a_node_that_keeps_to_itself_who_waits_is_found(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-@pytest.mark.extended
+@pytest.mark.extended(
+    "test_a_quiet_job_*, test_any_fault_at_any_moment_*; a peer that notices: "
+    "TestBrokenCommunication in tests/unit/core/test_recovery.py; an agent that comes late: "
+    "tests/unit/core/test_recovery_joining.py"
+)
 @pytest.mark.parametrize("name", SCOPES)
 def test_every_scope(name: str) -> None:
     report = explore(SCOPES[name])

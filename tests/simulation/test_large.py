@@ -49,7 +49,7 @@ def test_only_a_slow_node_goes_on_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.extended
+@pytest.mark.extended("test_cascades_in_a_job_of_512_ranks")
 @pytest.mark.timeout(3600)
 def test_a_cascade_in_a_job_of_65536_ranks() -> None:
     size = Size(faults=12)

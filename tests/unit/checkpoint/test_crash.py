@@ -19,7 +19,7 @@ LIMIT_S = 280
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rounds", [25, pytest.param(100, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("rounds", [25, pytest.param(100, marks=pytest.mark.extended("[25]"))])
 def test_no_moment_of_a_death_costs_a_completed_checkpoint(tmp_path, rounds: int) -> None:
     directory = tmp_path / "checkpoints"
     done = subprocess.run(

@@ -17,8 +17,6 @@ from tests.disks import fill, small_disk
 JOB = pathlib.Path(__file__).with_name("torch_job.py")
 LIMIT_S = 120.0  # each rank imports torch where it is no fork of the warm parent
 SLOW = pytest.mark.slow
-# In `make test` test_records.py, test_strategy.py and the test of the document prove the same.
-EXTENDED = pytest.mark.extended
 
 
 class Job:
@@ -222,7 +220,7 @@ def test_a_full_disk_leaves_a_record_that_says_so_and_the_next_start_goes_on_wit
 
 
 @SLOW
-@EXTENDED
+@pytest.mark.extended("test_records.py: test_files_that_were_cut_*, test_who_can_be_loaded_from")
 def test_a_file_that_is_cut_off_is_not_gone_on_from(job) -> None:
     job.start(PERIODIC=1)
     job.until(0, "step 6")
@@ -236,7 +234,10 @@ def test_a_file_that_is_cut_off_is_not_gone_on_from(job) -> None:
 
 
 @SLOW
-@EXTENDED
+@pytest.mark.extended(
+    "test_records.py: test_a_damaged_record_is_named_and_not_used, "
+    "test_the_record_of_another_job_or_world_is_not_used"
+)
 def test_a_record_that_is_damaged_or_of_another_world_is_not_gone_on_from(job) -> None:
     job.start(PERIODIC=1)
     job.until(0, "step 6")
@@ -277,7 +278,10 @@ def test_the_document_partial_save_with_a_faulty_chip_to_the_last_bit(job, undis
 
 
 @SLOW
-@EXTENDED
+@pytest.mark.extended(
+    "test_strategy.py: test_every_group_has_a_live_source_*; "
+    "test_the_document_partial_save_with_a_faulty_chip_to_the_last_bit"
+)
 def test_without_a_mounted_list_the_records_tell_who_loads_whose_file(job, undisturbed) -> None:
     job.start(4, PARTIAL=1)
     for rank in range(4):
@@ -317,7 +321,10 @@ def test_a_replica_saves_where_the_one_before_it_is_dead(job) -> None:
 
 
 @SLOW
-@EXTENDED
+@pytest.mark.extended(
+    "nearest: test_wrong_settings_are_refused_at_the_start; "
+    "test_a_replica_saves_where_the_one_before_it_cannot"
+)
 def test_more_replicas_than_ranks_is_all_of_them(job) -> None:
     job.start(2, PARTIAL=1, REPLICAS=9)
     for rank in range(2):
@@ -329,7 +336,10 @@ def test_more_replicas_than_ranks_is_all_of_them(job) -> None:
 
 
 @SLOW
-@EXTENDED
+@pytest.mark.extended(
+    "test_strategy.py: test_every_group_has_a_live_source_*; "
+    "test_set_config_once_records_how_many_steps_each_rank_has_done"
+)
 def test_two_ranks_that_saved_different_steps_are_not_gone_on_from(job) -> None:
     job.start(2, PERIODIC=1)
     for rank in range(2):

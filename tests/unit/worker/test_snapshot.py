@@ -425,7 +425,7 @@ while True:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.extended("[2]"))])
 def test_a_training_that_is_killed_leaves_whole_snapshots_only(kills):
     chance = random.Random(20240613)
     with contextlib.closing(Arena.create(9 << 20)) as arena:
