@@ -112,6 +112,11 @@ def _mark(config: pytest.Config, items: list[pytest.Item]) -> None:
         raise pytest.UsageError(
             f"no test is called {', '.join(sorted(unused))}: see tests/extended.py"
         )
+    unproved = lanes.unproved(items) if config.args == ["tests"] else set()
+    if unproved:
+        raise pytest.UsageError(
+            f"`make test` has no {', '.join(sorted(unproved))}: see tests/promises.py"
+        )
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -142,9 +142,6 @@ _OF: dict[str, dict[str, str]] = {
         "test_a_damaged_dump_is_passed_over_for_the_one_before": (
             "tests/unit/checkpoint/test_bad_input.py"
         ),
-        "test_two_jobs_in_one_folder_leave_each_other_alone": (
-            "tests/unit/checkpoint: folders hold several jobs"
-        ),
         "test_periodic_checkpoints_go_on_after_a_fault": (
             "tests/unit/worker/test_periodic.py; "
             "test_periodic_checkpoints_survive_the_death_of_everything"
@@ -193,9 +190,6 @@ _OF: dict[str, dict[str, str]] = {
         ),
         "test_no_manager_is_started_where_that_is_off[[]TASKD_MANAGER]": (
             "tests/unit/core/test_automatic.py; tests/unit/test_manager_place.py"
-        ),
-        "test_a_manager_py_that_is_there_is_used": (
-            "nearly all process tests start a manager first, and count one"
         ),
         "test_a_manager_py_that_comes_late_takes_over": (
             "tests/unit/core/test_automatic.py; test_manager_attack.py: a new one takes over"
@@ -264,10 +258,7 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/process/test_mirrors.py": {
-        "test_the_shards_of_a_lost_node_are_in_the_dump[[]*": (
-            "test_another_node_gets_the_shards_*: from mirrors; test_sharded.py: a dump takes what "
-            "node memory has"
-        ),
+        "test_the_shards_of_a_lost_node_are_in_the_dump[[]0]": "[1]",
         "test_m*": "tests/contract/test_mirroring.py",
         "test_a_manager_that_was_restarted_knows_the_mirrors": "tests/unit/core/test_pairing.py",
         "test_a_host_whose_network_is_gone": "tests/contract/test_mirroring.py",
@@ -485,8 +476,8 @@ _OF: dict[str, dict[str, str]] = {
         "test_of_two_nodes_a_stopped_manager_goes_on_late": (
             "tests/simulation/test_pair_partitions.py: managers stop and go on"
         ),
-        "test_of_two_nodes_the_manager_is_lost_with_its_node*": (
-            "test_of_two_nodes_whether_there_is_a_spare_that_votes[two]"
+        "test_of_two_nodes_the_manager_is_lost_with_its_node[[]True]": (
+            "[False]: the same without a secret"
         ),
         "test_of_two_nodes_whether_there_is_a_spare_that_votes[[][ngl]*": (
             "[two]; tests/simulation/test_pair_partitions.py"
@@ -548,12 +539,6 @@ _OF: dict[str, dict[str, str]] = {
     "tests/unit/mindx_elastic/test_imports.py": {
         "test_the_wheel_is_installed_*": (
             "tests/unit/mindio_ttp/test_wheel.py builds and installs in the same way"
-        ),
-    },
-    "tests/process/test_chaos.py": {
-        "test_three_faults_of_a_seed_are_recovered_and_the_result_is_the_same": (
-            "test_recovery.py, test_hangs.py: the same faults; tests/unit/test_chaos.py, "
-            "test_chaos_target.py: schedule, injection and verdict"
         ),
     },
     "tests/process/test_bound_workers.py": {

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.extended import EXTENDED
+from tests.promises import PROMISES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -64,6 +65,13 @@ def mark(items: Iterable[pytest.Item]) -> set[str]:
             if file in item.nodeid:
                 item.add_marker(pytest.mark.xdist_group(group))
     return unused
+
+
+def unproved(items: Iterable[pytest.Item]) -> set[str]:
+    """Patterns of tests/promises.py that fit no test of `make test`; `items`: all, and marked."""
+    names = [item.nodeid for item in items if item.get_closest_marker("extended") is None]
+    patterns = {pattern for found in PROMISES.values() for pattern in found}
+    return {pattern for pattern in patterns if not fnmatch.filter(names, pattern)}
 
 
 def _check_reasons(item: pytest.Item) -> None:

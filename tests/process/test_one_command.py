@@ -81,7 +81,8 @@ def check(job: harness.Job, digests: dict[int, str], faults: int) -> None:
 
 def test_a_killed_rank_is_replaced_in_place(tmp_path: pathlib.Path, reference) -> None:
     with installed_job(tmp_path, FAULTS="1@5:forward:kill", TASKD_FAULT_TIMOUT="9") as job:
-        agent = start(job)
+        del job.env["TASKD_LOG_PATH"]
+        agent = start(job, f"--rdzv-conf=log_path={job.log_dir}")
         check(job, reference(), faults=1)
         said = "the variable TASKD_FAULT_TIMOUT is read by nobody: did you mean TASKD_FAULT_TIMEOUT"
         assert agent.text.count(said) == 1  # by torchrun, and not by the manager that it starts

@@ -149,9 +149,6 @@ def test_an_exception_in_one_rank_replaces_no_process(tmp_path: pathlib.Path, re
         assert record["faults"][0]["detail"] == "ValueError: a bad sample"
 
 
-@pytest.mark.extended(
-    "tests/unit/worker/test_exception_text.py; test_an_exception_in_one_rank_replaces_no_process"
-)
 def test_an_exception_that_cannot_be_shown_is_one_like_others(
     tmp_path: pathlib.Path, reference
 ) -> None:
@@ -426,10 +423,6 @@ def test_without_a_manager_a_death_restarts_the_group_as_torchrun_does(
         assert job.leftovers() == set()
 
 
-@pytest.mark.extended(
-    "tests/unit/core/test_recovery_end.py: test_a_node_that_went_on_without_us_*; "
-    "tests/unit/manager/test_records.py: test_agents_that_went_on_alone_end_the_manager_*"
-)
 def test_a_manager_that_is_stopped_too_long_finds_that_the_job_went_on_without_it(
     tmp_path: pathlib.Path, reference
 ) -> None:

@@ -230,11 +230,19 @@ def test_a_job_that_replaces_no_nodes_has_no_use_for_a_spare(tmp_path: pathlib.P
         assert nodes.agents[0].wait(LIMIT_S).returncode == 0
 
 
-@pytest.mark.extended(
-    "test_networks.py: test_a_node_whose_place_a_spare_has_taken_*, whose next spare ends well; "
-    "that is also nearest to the end of a job that fails"
+@pytest.mark.parametrize(
+    "is_well",
+    [
+        pytest.param(
+            True,
+            marks=pytest.mark.extended(
+                "test_networks.py: test_a_node_whose_place_a_spare_has_taken_*: the next spare"
+            ),
+        ),
+        False,
+    ],
+    ids=["succeeds", "fails"],
 )
-@pytest.mark.parametrize("is_well", [True, False], ids=["succeeds", "fails"])
 def test_spares_end_with_the_job(tmp_path: pathlib.Path, *, is_well: bool) -> None:
     env = {} if is_well else {"FAULTS": "2@30:forward:always-raise"}
     with _job(tmp_path, **env) as job:

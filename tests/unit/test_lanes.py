@@ -87,6 +87,15 @@ def test_one_of_the_table_has_the_reason_of_the_table(
     assert marker.args == ("[3]",)
 
 
+def test_a_promise_is_not_proved_by_an_extended_test(
+    item: pytest.Item, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "PROMISES", {"words": ("*::new",)})
+    assert lanes.unproved([item]) == set()
+    item.add_marker(pytest.mark.extended("[3]"))
+    assert lanes.unproved([item]) == {"*::new"}
+
+
 def reasons() -> Iterator[tuple[str, str]]:
     """Of each extended test, or of several: where it stands, and what it is."""
     yield from EXTENDED

@@ -321,10 +321,6 @@ def test_a_replica_saves_where_the_one_before_it_is_dead(job) -> None:
 
 
 @SLOW
-@pytest.mark.extended(
-    "nearest: test_wrong_settings_are_refused_at_the_start; "
-    "test_a_replica_saves_where_the_one_before_it_cannot"
-)
 def test_more_replicas_than_ranks_is_all_of_them(job) -> None:
     job.start(2, PARTIAL=1, REPLICAS=9)
     for rank in range(2):
