@@ -458,19 +458,29 @@ def test_a_manager_that_dies_and_comes_back_still_heals(tmp_path: pathlib.Path, 
         assert [record["generation"] for record in job.recoveries()] == [1, 2]
 
 
-def test_an_exception_while_no_manager_is_there_is_in_the_record_of_the_next(
-    tmp_path: pathlib.Path, reference
+@pytest.mark.parametrize(
+    ("how", "strategy", "replaced", "detail"),
+    [
+        ("raise", "retry", set(), "ValueError: a bad sample"),
+        ("kill", "recover-in-place", {1}, "SIGKILL"),
+    ],
+)
+def test_a_fault_while_no_manager_is_there_is_in_the_record_of_the_next(
+    tmp_path: pathlib.Path, reference, how: str, strategy: str, replaced: set[int], detail: str
 ) -> None:
-    with harness.job(tmp_path, SLEEP_S="0.05", STEPS="80", FAULTS="1@10:step:told-raise") as job:
+    """With what was done about it, and with all of the time that it took."""
+    with harness.job(tmp_path, SLEEP_S="0.05", STEPS="80", FAULTS=f"1@10:step:told-{how}") as job:
         manager, agent = job.start_manager(), job.start_agent("train.py")
         wait_for_step(job, 2)
         os.kill(manager.process.pid, signal.SIGKILL)
         manager.wait(10)
         job.tell()
-        wait_until(job, lambda: job.facts("fault"))
+        (happened,) = wait_until(job, lambda: job.facts("fault"))
+        began = time.monotonic()
         job.start_manager()
-        check_recovered(job, agent.wait(90), reference(STEPS="80"), faults=1, replaced=set())
+        check_recovered(job, agent.wait(90), reference(STEPS="80"), faults=1, replaced=replaced)
         (record,) = job.recoveries()
-        assert (record["strategy"], record["restarts_used"]) == ("retry", 1)
+        assert (record["strategy"], record["restarts_used"]) == (strategy, 1)
         (fault,) = record["faults"]
-        assert (fault["rank"], fault["detail"]) == (1, "ValueError: a bad sample")
+        assert (fault["rank"], fault["detail"]) == (1, detail)
+        assert record["total_s"] > began - happened["time"]
