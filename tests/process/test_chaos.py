@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 LIMIT_S = 150
+RANKS = 2
 FOUND_AS = {"kill": "killed", "segv": "crashed", "stop": "hang"}
 
 
@@ -33,7 +34,7 @@ def start(job: harness.Job, *options: str, agent: tuple[str, ...] = ()) -> harne
         *("--json", str(job.directory / "verdict.json")),
         *("--directory", str(job.directory / "chaos"), "--"),
         *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=taskd"),
-        *("--nproc-per-node=4", *agent, str(harness.SCRIPTS / "train.py")),
+        *(f"--nproc-per-node={RANKS}", *agent, str(harness.SCRIPTS / "train.py")),
     ]
     return harness.Output(command, env, job.directory / "chaos.out", job.directory)
 
@@ -133,7 +134,7 @@ def test_whoever_ends_it_ends_the_job(tmp_path: pathlib.Path, number: int, statu
     with harness.job(tmp_path, STEPS="4000", SLEEP_S="0.05") as job:
         process = start(job, "--faults=100", "--every=100")
         try:
-            process.wait_text("4 training processes", LIMIT_S)
+            process.wait_text(f"{RANKS} training processes", LIMIT_S)
             process.process.send_signal(number)
             assert process.wait(LIMIT_S).returncode == status, process.text
         finally:

@@ -134,6 +134,8 @@ def test_without_libtaskd_a_killed_rank_is_replaced_in_place(tmp_path: Path) -> 
         assert (len(lives(job, SPARED)), len(lives(job, VICTIM))) == (1, 2)
         (record,) = job.recoveries()
         assert (record["strategy"], record["steps_redone"]) == ("recover-in-place", 0)
-        assert record["faults"][0]["detail"] == "SIGKILL"
+        # on a busy machine the other one has lost its connection long before the death is seen
+        deaths = [fault for fault in record["faults"] if fault["kind"] == "killed"]
+        assert [(fault["rank"], fault["detail"]) for fault in deaths] == [(VICTIM, "SIGKILL")]
         assert job.digests() == plain_digests(tmp_path / "plain")
         assert job.leftovers() == set()

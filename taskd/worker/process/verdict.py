@@ -45,7 +45,10 @@ class Verdict:
             if orders.must_gate:  # already interrupted: it is a consequence, or it will come back
                 log.info("rank %d: %s, while being interrupted", self._life.rank, describe(error))
                 return
-        self._report(error, clean=clean, may_advance=may_advance)
+            # An Interrupt that comes from here on crosses the report: if that is repeated after the
+            # Resume, it is to be told from an exception of the new generation.
+            generation = orders.generation
+        self._report(error, generation, clean=clean, may_advance=may_advance)
         self.await_interrupt(error)
 
     def await_interrupt(self, error: BaseException) -> None:
@@ -58,7 +61,9 @@ class Verdict:
                     raise error
                 orders.condition.wait()
 
-    def _report(self, error: BaseException, *, clean: bool, may_advance: bool) -> None:
+    def _report(
+        self, error: BaseException, generation: int, *, clean: bool, may_advance: bool
+    ) -> None:
         """An exception left the function, or the vote: say what it was."""
         life = self._life
         fault = Fault(
@@ -75,7 +80,7 @@ class Verdict:
         self._uplink.tell(
             events.WorkerRaised,
             "raised",
-            generation=self._orders.present_generation,
+            generation=generation,
             fault=fault,
             clean=clean,
             snapshots=life.saving.versions(),
