@@ -190,7 +190,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     ),
     # More
     "faults into your own job, by a seed, and a verdict": (
-        "tests/process/test_chaos.py::test_three_faults_of_a_seed_*",
+        "tests/process/test_chaos.py::test_two_faults_of_a_seed_*",
     ),
 }
 

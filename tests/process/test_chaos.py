@@ -67,16 +67,16 @@ def check(verdict: dict, kinds: dict[str, int]) -> None:
     assert verdict["exit_code"] == 0
 
 
-def test_three_faults_of_a_seed_are_recovered_and_the_result_is_the_same(
+def test_two_faults_of_a_seed_are_recovered_and_the_result_is_the_same(
     tmp_path: pathlib.Path,
 ) -> None:
-    with harness.job(tmp_path, STEPS="240", SLEEP_S="0.05") as job:
+    with harness.job(tmp_path, STEPS="160", SLEEP_S="0.05") as job:
         finished, verdict = chaos(
-            job, "--seed=3", "--faults=3", "--every=0.5", "--kinds=kill,segv,manager",
+            job, "--seed=3", "--faults=2", "--every=0.5", "--kinds=kill,segv",
             "--reference", r"--digest=rank \d: digest \w+",
         )  # fmt: skip
         assert finished.returncode == 0, finished.output
-        check(verdict, {"kill": 1, "segv": 1, "manager": 1})
+        check(verdict, {"kill": 1, "segv": 1})
         assert verdict["digest_equal"] == "yes"
         assert verdict["steps_redone"] == 0
         assert set(verdict["shares_by_mtbf"]) == {"10 min", "1 h", "3 h"}
