@@ -21,9 +21,9 @@ DEFAULT_PROFILING_SWITCH = CLUSTER_INFO / "datatrace-config" / "profilingSwitch"
 def working_directory() -> str:
     """That of this process, or if it has been deleted, the name that it had: others have it, too.
 
-    An empty string where nothing tells it: deleted, and no /proc.
+    An empty string where nothing tells it: deleted, say, or on a lost disk, and no /proc.
     """
-    with suppress(FileNotFoundError):
+    with suppress(OSError):
         return os.getcwd()
     with suppress(OSError):
         # What is appended: proc_pid_cwd(5).

@@ -6,6 +6,7 @@ Default, accepted values, and an error that names key, value and what is accepte
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import pathlib
 import re
@@ -436,6 +437,16 @@ def test_a_working_directory_that_was_deleted_keeps_its_name(tmp_path, monkeypat
         there.rmdir()
         assert config.working_directory() == str(there)
         assert config.profiling_base({}, config.working_directory()).parent == there
+
+
+def test_a_working_directory_on_a_lost_disk_keeps_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def stale():
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "getcwd", stale)
+    assert config.working_directory() == str(tmp_path)
 
 
 def test_a_working_directory_that_nothing_names_is_empty(tmp_path, monkeypatch):

@@ -12,18 +12,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import taskd
-from testbed.script import FACTS, RANK, fact, kill_self, planned_faults, strike
+from testbed.script import FACTS, RANK, die_if_due, fact
 
 EVERY, STEPS, CASE = 4, 11, os.environ["CASE"]
 BEST = f"{FACTS}/best.pt"
-WAYS = {"kill": kill_self}
-_faults = planned_faults(os.environ.get("FAULTS", ""))
-
-
-def here(place: str, step: int) -> None:
-    for fault in _faults:
-        if (fault.place, fault.step) == (place, step):
-            strike(fault, step, WAYS)
 
 
 def data(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,7 +27,7 @@ def evaluate(state: taskd.TrainState, model: torch.nn.Module) -> None:
     with torch.no_grad():
         x, y = data(1000 + RANK)
         loss = (model(x) - y).square().mean()
-    here("evaluation", state.step)
+    die_if_due("evaluation", state.step)
     dist.all_reduce(loss)
     if loss.item() < state.best:
         state.best = loss.item()
@@ -61,7 +53,7 @@ def train() -> float:
         x, y = data(100 * state.step + RANK)
         optimizer.zero_grad()
         loss = (ddp(x) - y).square().mean()
-        here("forward", state.step)
+        die_if_due("forward", state.step)
         loss.backward()
         optimizer.step()
         state.commit()

@@ -15,17 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import taskd
-from testbed.script import RANK, fact, kill_self, planned_faults, strike
+from testbed.script import RANK, die_if_due, fact
 
 PASSES, BATCHES, BATCH, CASE = 3, 6, 4, os.environ["CASE"]
-WAYS = {"kill": kill_self}
-_faults = planned_faults(os.environ.get("FAULTS", ""))
-
-
-def here(place: str, step: int) -> None:
-    for fault in _faults:
-        if (fault.place, fault.step) == (place, step):
-            strike(fault, step, WAYS)
 
 
 def samples() -> list[int]:
@@ -64,7 +56,7 @@ def train() -> None:
         if CASE == "sampler":
             batches = itertools.islice(batches, state.done, None)
         for ids in batches:
-            here("forward", state.step)
+            die_if_due("forward", state.step)
             optimizer.zero_grad()
             ddp(ids[:, None].float()).square().mean().backward()
             optimizer.step()

@@ -16,17 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import taskd
 from testbed.facts import facts_in
-from testbed.script import FACTS, RANK, fact, kill_self, planned_faults, strike
+from testbed.script import FACTS, RANK, die_if_due, fact, planned_faults
 
 STEPS, CASE = 8, os.environ["CASE"]
-WAYS = {"kill": kill_self}
-_faults = planned_faults(os.environ.get("FAULTS", ""))
-
-
-def here(place: str, step: int) -> None:
-    for fault in _faults:
-        if (fault.place, fault.step) == (place, step):
-            strike(fault, step, WAYS)
+FAULTS = planned_faults(os.environ.get("FAULTS", ""))
 
 
 def await_critics(step: int) -> None:
@@ -62,7 +55,7 @@ class Both:
             made = self.maker(torch.randn(8, 3))
         self.critic_optimizer.zero_grad()
         judged = self.ddp_critic(torch.cat([real(step), made]))
-        here("critic", step)
+        die_if_due("critic", step)
         (judged[8:].mean() - judged[:8].mean()).backward()
         self.critic_optimizer.step()
         fact("critic", step=step)
@@ -70,9 +63,9 @@ class Both:
     def train_maker(self, step: int) -> None:
         self.maker_optimizer.zero_grad()
         made = self.ddp_maker(torch.randn(8, 3))
-        if any((fault.place, fault.step) == ("maker", step) for fault in _faults):
+        if any((fault.place, fault.step) == ("maker", step) for fault in FAULTS):
             await_critics(step)
-        here("maker", step)
+        die_if_due("maker", step)
         (-self.critic(made).mean()).backward()
         self.maker_optimizer.step()
 
