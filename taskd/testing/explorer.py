@@ -5,7 +5,7 @@ too.
 
     python -m taskd.testing.explorer                  # all of SCOPES
     python -m taskd.testing.explorer --only "2 faults, sharded" --limit 1000000
-    python -m taskd.testing.explorer --only "2 faults, sharded" --first kill
+    python -m taskd.testing.explorer --only "2 faults, sharded" --first kill --then cut raise
 
 A scope has two nodes with one rank each where nothing else is said. Owns the search. What can
 happen in a world is `taskd.testing.small`'s to say.
@@ -190,23 +190,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", choices=[*SCOPES, *LARGE], help="this scope; else all that can be seen whole"
     )
-    parser.add_argument(
-        "--first",
-        nargs="+",
-        choices=FAULTS,
-        default=FAULTS,
-        help="kinds that the first fault may be of; runs with each of them see what one with all "
-        "does, and need less memory",
-    )
+    for option, which in (("--first", "the first fault"), ("--then", "each fault after it")):
+        parser.add_argument(
+            option,
+            nargs="+",
+            choices=FAULTS,
+            default=FAULTS,
+            help=f"kinds that {which} may be of; runs with each of them see what one with all "
+            "does, and need less memory",
+        )
     parser.add_argument("--limit", type=int, default=2**62, help="states to look at in each scope")
     wanted = parser.parse_args(arguments)
-    print(f"faults: {', '.join(FAULTS)}; the first: {', '.join(wanted.first)}")  # noqa: T201
+    first, then = tuple(wanted.first), tuple(wanted.then)
+    print(  # noqa: T201
+        f"faults: {', '.join(FAULTS)}; the first: {', '.join(first)}; then: {', '.join(then)}"
+    )
     is_bad = False
     for name, scope in (
         SCOPES.items() if wanted.only is None else [(wanted.only, (SCOPES | LARGE)[wanted.only])]
     ):
         try:
-            report = explore(replace(scope, first=tuple(wanted.first)), wanted.limit)
+            report = explore(replace(scope, first=first, then=then), wanted.limit)
             print(f"{name}: {report}", flush=True)  # noqa: T201
         except Violation as violation:
             is_bad = True

@@ -48,6 +48,21 @@ def test_the_first_fault_may_be_of_some_kinds_and_the_others_of_any() -> None:
     assert (first.states, first.ends) == (alone.states, alone.ends)
 
 
+def test_the_second_fault_may_be_of_some_kinds_too() -> None:
+    rules = Rules(replace(SMALL, faults=2, first=("manager",), then=("exit",)))
+    state = rules.first()
+    for name in ("FAULT the manager is killed", "FAULT rank 0 exits"):
+        move = next(move for move in rules.moves(state) if move[0] == name)
+        state = rules.after(state, move)
+        faults = {name for name, _ in rules.moves(state) if name.startswith("FAULT")}
+        assert all(name.endswith(" exits") for name in faults), faults
+    assert not faults
+    two = replace(SMALL, in_turns=True, kinds=("manager", "lose down"), faults=2)
+    alone = explore(replace(two, kinds=("lose down",)))
+    both = explore(replace(two, first=("lose down",), then=("lose down",)))
+    assert (both.states, both.ends) == (alone.states, alone.ends)
+
+
 def test_a_node_that_keeps_to_itself_who_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way to it is told.
 

@@ -102,9 +102,8 @@ class Rules:
 
     def _faults(self, state: State) -> Iterator[Move]:
         scope = self.scope
-        kinds = frozenset(scope.kinds)
-        if state.faults == scope.faults:
-            kinds &= frozenset(scope.first)
+        wanted = scope.first if state.faults == scope.faults else scope.then
+        kinds = frozenset(scope.kinds).intersection(wanted)
         for rank, worker in enumerate(state.workers):
             if worker.phase != "gone" and not worker.is_released:
                 yield from self._faults_of_rank(kinds, rank, worker)

@@ -22,8 +22,9 @@ class Scope:
 
     `late`: nodes whose agent has not registered yet when training begins. `in_turns`: what somebody
     says to one other in one turn stays together on its way, and is heard, lost or repeated as one.
-    `breaks`: see `taskd.testing.small`. `first`: the kinds that the first fault may be of, so that
-    what is too large to be seen at once can be seen one kind after the other.
+    `breaks`: see `taskd.testing.small`. `first`: the kinds that the first fault may be of,
+    and `then` those of the others, so that what is too large to be seen at once can be seen one
+    kind after the other.
     """
 
     nodes: int = 2
@@ -32,6 +33,7 @@ class Scope:
     is_sharded: bool = False
     kinds: tuple[str, ...] = FAULTS
     first: tuple[str, ...] = FAULTS
+    then: tuple[str, ...] = FAULTS
     faults: int = 1
     breaks: int = 0
     late: tuple[int, ...] = ()
