@@ -26,10 +26,15 @@ Reference = dict[int, str]
 
 
 def gloo_averages() -> bool:
-    """Not before torch 2.8 at least, where FSDP2 asks for it between replicas."""
+    """Not before torch 2.8 at least, where FSDP2 asks for it between replicas.
+
+    The tensor outlives the group: to delete one, gloo's thread in torch 2.7 needs the interpreter
+    lock, with which the group's end waits for that thread.
+    """
+    tensor = torch.ones(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        dist.all_reduce(torch.ones(1), op=dist.ReduceOp.AVG)
+        dist.all_reduce(tensor, op=dist.ReduceOp.AVG)
     except RuntimeError:
         return False
     finally:
