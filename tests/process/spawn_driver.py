@@ -14,13 +14,18 @@ import select
 import socket
 import sys
 import tempfile
-import time
 
 from taskd.agent.spawning import processes
 from taskd.agent.spawning.forkserver import Forkserver
 from taskd.agent.spawning.preloading import TRIAL_S
 from taskd.agent.spawning.protocol import Exited, SpawnRequest, Started
 from taskd.native.black_box import BlackBox
+
+sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+from testbed.patience import Patience
+from testbed.proc import descendants
+
+sys.path.pop()
 
 STEP = """
 import os, sys, time
@@ -103,10 +108,13 @@ def main(mode: str, jobs_path: str, results_path: str) -> None:
             )
         )
         note, status = None, None
-        deadline = time.monotonic() + 60
+        patience = Patience(60, lambda: descendants(os.getpid()))
         while status is None:
-            if not select.select([server.fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise SystemExit(f"job {token} ({job['argv']}) did not end")
+            left_s = patience.left_s()
+            if not left_s:
+                raise SystemExit(f"job {token} ({job['argv']}) did not end: {patience}")
+            if not select.select([server.fd], [], [], left_s)[0]:
+                continue
             for reply in server.read():
                 if isinstance(reply, Started):
                     note = reply.note
