@@ -12,8 +12,6 @@ from taskd.testing.explorer import SCOPES, explore
 from taskd.testing.small.rules import Move, Rules
 from taskd.testing.small.state import FAULTS, Scope, Violation
 
-pytestmark = pytest.mark.timeout(3600)  # computing alone: it waits for nothing but a processor
-
 SMALL = Scope(per_node=1)
 
 

@@ -13,8 +13,6 @@ from taskd.core.votes import Roster
 from taskd.testing.pair_partitions import PairWorld, heal, play, story
 from tests.simulation.splits import in_every_pattern
 
-pytestmark = pytest.mark.timeout(3600)  # computing alone: it waits for nothing but a processor
-
 SEED = int(os.environ["TASKD_TEST_SEED"])
 STORIES = 150
 
