@@ -19,6 +19,7 @@ class Activity:
         "disk"  # waits for something outside the job: a disk, a device, a file, a socket, a child
     )
     STOPPED = "stopped"  # by SIGSTOP or the like (state T)
+    ENDING = "ending"  # it was killed or exits, and the kernel has not let go of it yet
     TRACED = "traced"  # a debugger holds it, or somebody types at it (pdb)
     UNKNOWN = ""  # it went on a moment ago, so that nobody looked
 

@@ -31,6 +31,15 @@ if TYPE_CHECKING:
     from taskd.core.marks import Mark
 
 PTRACE_SEIZE, PTRACE_DETACH = 0x4206, 17
+PTRACE_O_TRACEEXIT, PTRACE_EVENT_EXIT = 0x40, 6
+AT_ITS_EXIT = (signal.SIGTRAP | PTRACE_EVENT_EXIT << 8) << 8 | 0x7F  # a status of wait(2)
+WAIT_FOR_THREADS = 0x40000000  # __WALL
+
+
+def ptrace(request: int, pid: int, data: int = 0) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+    return libc.ptrace(request, pid, None, data)
 
 
 @dataclasses.dataclass
@@ -274,7 +283,7 @@ def test_one_that_has_just_done_something_has_slept_since_then_only(start) -> No
         if number % 6 == 5:
             os.kill(pid, signal.SIGUSR1)
             assert program.process.stdout.readline() == b"written\n"
-        while kernel.state_of(pid)[0] != "S":
+        while kernel.status_of(pid).state != "S":
             time.sleep(0.001)
         (mark,) = vitals.look(began + 0.25 * number, 0.25, {3: program.worker})
         seen.append(mark)
@@ -325,12 +334,31 @@ def test_a_stopped_process(start) -> None:
 
 
 def test_a_process_under_a_debugger(start) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
     program = start("import time; print('ready', flush=True); time.sleep(1000)")
-    if libc.ptrace(PTRACE_SEIZE, program.process.pid, None, None) != 0:
+    if ptrace(PTRACE_SEIZE, program.process.pid) != 0:
         pytest.skip(f"ptrace is not allowed here: {os.strerror(ctypes.get_errno())}")
     looked_at(program, Activity.TRACED)
+
+
+def test_a_killed_process_that_the_kernel_has_not_let_go_of_is_ending(start) -> None:
+    """As one that gives back a large memory: a thread of it is held at its end by ptrace."""
+    program = start("""if True:
+        import threading, time
+        thread = threading.Thread(target=time.sleep, args=(1000,), daemon=True)
+        thread.start()
+        print("ready", flush=True)
+        while True: pass""")
+    pid = program.process.pid
+    (held,) = {int(name) for name in os.listdir(f"/proc/{pid}/task")} - {pid}
+    if ptrace(PTRACE_SEIZE, held, PTRACE_O_TRACEEXIT) != 0:
+        pytest.skip(f"ptrace is not allowed here: {os.strerror(ctypes.get_errno())}")
+    looked_at(program, Activity.BUSY)
+    os.kill(pid, signal.SIGKILL)
+    assert os.waitpid(held, WAIT_FOR_THREADS) == (held, AT_ITS_EXIT)
+    looked_at(program, Activity.ENDING)
+    assert program.process.poll() is None
+    assert ptrace(PTRACE_DETACH, held) == 0
+    assert program.process.wait() == -signal.SIGKILL
 
 
 def test_a_process_that_has_ended_is_no_error(start) -> None:

@@ -6,8 +6,10 @@ proc(5)); keeps nothing. Whether that is a hang is `taskd.core.policy.hangs`'s b
 
 import os
 import platform
+import signal
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
@@ -22,6 +24,8 @@ _INNER_CALLS = {
 _SELECT_CALLS = {"x86_64": frozenset({23, 270}), "aarch64": frozenset({72})}.get(
     platform.machine(), frozenset()
 )
+_EXITING = 0x4  # PF_EXITING of include/linux/sched.h
+_SIGKILL_BIT = 1 << (signal.SIGKILL - 1)
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class Processes:
         self._parents: dict[int, int] = {}
         self._groups: dict[int, int] = {}
         self._ticks: dict[int, tuple[int, int]] = {}  # its own, and of its children that have ended
+        self._exiting: set[int] = set()
         for entry in os.listdir("/proc"):
             if entry.isdigit():
                 self._add(int(entry))
@@ -91,6 +96,12 @@ class Processes:
             return
         self._parents[pid], self._groups[pid] = int(fields[1]), int(fields[2])
         self._ticks[pid] = int(fields[11]) + int(fields[12]), int(fields[13]) + int(fields[14])
+        if int(fields[6]) & _EXITING:
+            self._exiting.add(pid)
+
+    def is_exiting(self, pid: int) -> bool:
+        """Whether its main thread has begun to end: its memory is taken down, or threads remain."""
+        return pid in self._exiting
 
     def used_s(self, leader: int) -> tuple[float, float]:
         """Processor time of `leader`, and of what it started.
@@ -118,10 +129,19 @@ class Processes:
         return False
 
 
-def state_of(pid: int) -> tuple[str, int]:
-    """State letter of the main thread, and who traces the process (0: nobody). See proc(5)."""
+class Status(NamedTuple):
+    """Of a main thread: its state letter, who traces it (0: nobody), whether SIGKILL is pending."""
+
+    state: str
+    tracer: int
+    is_killed: bool
+
+
+def status_of(pid: int) -> Status:
+    """See proc(5)."""
     lines = _status(f"/proc/{pid}")
-    return lines["State"].strip()[0], int(lines["TracerPid"])
+    pending = int(lines["SigPnd"], 16) | int(lines["ShdPnd"], 16)
+    return Status(lines["State"].strip()[0], int(lines["TracerPid"]), bool(pending & _SIGKILL_BIT))
 
 
 def _status(folder: str) -> dict[str, str]:

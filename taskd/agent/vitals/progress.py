@@ -185,15 +185,19 @@ class Vitals:
         try:
             if pid is None:
                 return Activity.UNKNOWN, 0.0
-            state, tracer = kernel.state_of(pid)
+            status = kernel.status_of(pid)
             self._processes = self._processes or kernel.Processes()
             activity = kernel.activity_of(now, pid, self._processes)
         # it has just ended, or /proc is not what it should be
         except (OSError, ValueError, LookupError):
             return Activity.UNKNOWN, 0.0
-        if tracer or worker.box.is_debugged:
+        if status.tracer or worker.box.is_debugged:
             return Activity.TRACED, 0.0
-        return (Activity.STOPPED, 0.0) if state in "Tt" else self._compare(life, pid, activity)
+        if status.is_killed or self._processes.is_exiting(pid):
+            return Activity.ENDING, 0.0
+        if status.state in "Tt":
+            return Activity.STOPPED, 0.0
+        return self._compare(life, pid, activity)
 
     def _compare(
         self, life: tuple[int, int], pid: int, activity: kernel.Activity

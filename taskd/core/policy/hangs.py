@@ -346,6 +346,8 @@ class HangDetector:
     def _limit(self, one: _Observation, longest: _Longest) -> float:
         """How long this rank may stay where it is."""
         timeouts, mark, step_s = self._timeouts, one.mark, longest.step_s
+        if mark.activity == Activity.ENDING:  # its end will be told, however large its memory is
+            return self._bound(0.0, timeouts.hang_wait_s, mark.version)
         # unknown: nobody has looked long enough yet
         is_busy = mark.activity in (Activity.BUSY, Activity.UNKNOWN) and not one.is_locked
         works = is_busy or mark.activity == Activity.DISK
@@ -398,13 +400,14 @@ _DOING = {
     Activity.BUSY: "busy",
     Activity.DISK: "waiting for a file, the network or another process",
     Activity.STOPPED: "stopped by a signal",
+    Activity.ENDING: "killed or exiting, and not gone",
 }
 
 
 def _describe(culprit: _Observation, victims: Sequence[_Observation]) -> str:
     mark = culprit.mark
     doing = _DOING.get(mark.activity, "standing")
-    if culprit.is_locked and mark.activity != Activity.STOPPED:
+    if culprit.is_locked and mark.activity not in (Activity.STOPPED, Activity.ENDING):
         doing = f"{doing} with the interpreter lock held"
     pairs = (pair for victim in victims for pair in _common(victim, culprit))
     ahead = [theirs for theirs, own in pairs if theirs.entered > own.entered]

@@ -83,6 +83,26 @@ def test_nothing_is_done_about_a_healthy_job(manager) -> None:
     assert job.machine.phase is JobPhase.RUNNING
 
 
+def test_a_killed_rank_is_waited_for_until_its_end_is_told(manager) -> None:
+    """Its memory may be large: no thread of it runs, the one with the interpreter lock neither."""
+    job = manager().joined()
+    for still_s in (2.5, 29.0):
+        dying = {"still_s": still_s, "python_s": still_s, "activity": Activity.ENDING}
+        marks = [mark(rank, hangs=rank == 2, **(dying if rank == 2 else {})) for rank in range(4)]
+        assert job.send(ev.AgentHeard, 0, tuple(marks)) == []
+    interrupt, replacement = job.lose(2)
+    assert interrupt.reason == "rank 2 ended at step 5"
+    assert (replacement.rank, replacement.incarnation) == (2, 1)
+
+
+def test_one_that_never_comes_to_its_end_hangs(manager) -> None:
+    job = manager().joined()
+    _, interrupt, _ = look(job, still_s=31.0, python_s=31.0, activity=Activity.ENDING)
+    assert interrupt.reason.startswith(
+        "rank 2 hangs: killed or exiting, and not gone for 31.0 s in forward"
+    )
+
+
 def test_all_waiting_is_answered_without_replacing_anybody(manager) -> None:
     job = manager().joined()
     (interrupt,) = look(job, culprit=None, still_s=31.0)
