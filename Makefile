@@ -25,7 +25,7 @@ TENSORFLOW ?= tensorflow-cpu==2.21.0
 TESTS ?= tests
 JOBS ?= 6
 SEED ?= $(shell git rev-parse HEAD 2>/dev/null || date +%s)
-SLICE_S ?= 120
+SLICE_S ?= 180
 MUTANTS ?= --count 60 --jobs 2
 VENV := .venv
 PY := $(VENV)/bin/python

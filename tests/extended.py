@@ -31,7 +31,7 @@ _OF: dict[str, dict[str, str]] = {
             "SIGKILL from outside is SIGKILL: test_kill_of_any_rank_*[0]"
         ),
         "test_nothing_is_left_when_torchrun_is_ended[[]2]": "SIGTERM and SIGKILL",
-        "test_two_agents_on_one_machine[[]3]": "[0]",
+        "test_two_agents_on_one_machine*": "test_nodes.py: two on one machine",
         "test_kill_of_any_rank_in_the_middle_of_a_step[[]2]": "[0]",
         "test_kill_at_each_place_of_the_first_second_and_last_step[[]11-backward]": (
             "[11-before-commit]; test_twenty_in_one_run kills at each place"
@@ -49,6 +49,10 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/process/test_unmodified.py": {
+        "test_an_unmodified_script_that_always_fails_ends_soon": (
+            "tests/unit/core/test_stagnation.py; test_recovery.py: "
+            "test_a_spent_budget_ends_the_job_and_says_so"
+        ),
         "test_an_unmodified_script_is_restarted_warm[[][cs]t*": "[c10d]",
         "test_an_unmodified_script_is_restarted_warm[[]standalone]": "[c10d]",
         "test_forks_and_fresh_interpreters_meet_after_a_restart": (
@@ -68,11 +72,14 @@ _OF: dict[str, dict[str, str]] = {
         "test_a_dump_takes_the_shards_of_the_dead_from_node_memory*": (
             "test_all_gone.py::test_all_is_saved_from_node_memory[fsdp]"
         ),
-        "test_before_anybody_has_a_version_nobody_passes_for_a_replica[[][!f]*": (
-            "[flat-FULL_SHARD]; tests/unit/worker/test_shard_report.py: a shard_id"
+        "test_before_anybody_has_a_version_nobody_passes_for_a_replica*": (
+            "tests/unit/worker/test_shard_report.py: test_before_all_have_come_*"
         ),
-        "test_a_death_behind_the_vote_never_mixes_versions[[]before-commit]": (
-            "[optimizer]; simulation"
+        "test_a_death_behind_the_vote_never_mixes_versions*": (
+            "tests/unit/core/test_advance.py; simulation: a death at any moment of the vote"
+        ),
+        "test_a_dump_that_lacks_a_shard_is_none": (
+            "tests/unit/core/test_dying.py: test_a_part_that_is_nowhere_ends_the_job_*"
         ),
         "test_a_dump_takes_the_shard_of_a_rank_that_hangs": (
             "tests/unit/core/test_dying.py; test_all_gone.py takes shards from node memory"
@@ -106,7 +113,7 @@ _OF: dict[str, dict[str, str]] = {
         ),
         "test_there_are_as_many_digests_as_shards[[]*": "digests are compared by rank in each test",
         "test_a_death_behind_the_vote_never_mixes_versions[[]*": (
-            "test_sharded.py, the same with HSDP; simulation"
+            "tests/unit/core/test_advance.py; simulation: a death at any moment of the vote"
         ),
         "test_an_optimizer_step_is_voted_on": (
             "test_sharded.py: the vote of FSDP2; tests/unit/worker/test_units.py"
@@ -128,8 +135,16 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/process/test_dump.py": {
+        "test_replacing_comes_first_and_the_dump_when_no_restart_is_left": (
+            "tests/unit/core/test_dying.py: test_replacing_comes_first_*, "
+            "test_when_the_restarts_are_used_up; test_the_next_start_goes_on_to_the_last_bit"
+        ),
+        "test_without_a_manager_the_group_starts_anew_from_its_checkpoints_*": (
+            "test_recovery.py: test_without_a_manager_a_death_restarts_the_group_*; "
+            "test_periodic_checkpoints_survive_the_death_of_everything"
+        ),
         "test_a_node_that_is_to_end_saves_at_the_end_of_the_step": (
-            "tests/examples/test_deployment.py: a pod that is to end; test_sigterm.py"
+            "test_sigterm.py: test_to_everything_at_once, test_to_workers_saves_the_step_*"
         ),
         "test_the_next_start_goes_on_to_the_last_bit[[][021]@[15]:b*": (
             "[1@5:forward:kill], [3@5:optimizer:last-kill]"
@@ -147,10 +162,17 @@ _OF: dict[str, dict[str, str]] = {
             "test_periodic_checkpoints_survive_the_death_of_everything"
         ),
         "test_a_step_is_done_before_a_node_ends_if_it_takes_less_than_half_*": (
-            "tests/unit/core/test_dying.py; tests/examples/test_deployment.py: a pod that is to end"
+            "tests/unit/core/test_dying.py; test_sigterm.py: test_to_everything_at_once"
         ),
     },
     "tests/process/test_sigterm.py": {
+        "test_after_a_fault_the_job_may_go_on_from_its_dump": (
+            "tests/unit/core/test_dying.py: test_all_processes_start_anew_*, "
+            "test_not_if_a_node_is_to_end_meanwhile"
+        ),
+        "test_without_dump_a_signalled_worker_is_replaced": (
+            "nearest: test_recovery.py: test_every_other_way_to_die_in_one_run"
+        ),
         "test_to_everything_at_a_moment_of_the_benchmark": (
             "test_to_everything_at_once; benchmarks/sigterm.py has 30 moments"
         ),
@@ -203,13 +225,22 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/process/test_preloading.py": {
+        "test_what_must_not_be_preloaded_is_left_out_*": (
+            "nearest: tests/unit/agent/test_preloading.py: test_a_trial_*, test_own_*"
+        ),
+        "test_what_is_counted_at_the_end_is_freed_whoever_has_imported_it*": (
+            "nearest: test_collected_late.py: what is collected when a process ends"
+        ),
+        "test_a_worker_does_not_copy_what_it_shares_before_its_script_begins": (
+            "it is about time alone, which benchmarks/recovery.py shows"
+        ),
         "test_a_list_is_exact_and_off_is_off[[]off*": "tests/unit/test_agent_config.py",
         "test_replacements_start_with_the_modules_of_the_first_worker_*[[]0]": "[1]",
         "test_an_import_that_crashes_or_hangs_costs_the_warm_start_*": (
-            "test_what_must_not_be_preloaded_is_left_out_*; tests/unit/agent/test_preloading.py"
+            "nearest: tests/unit/agent/test_preloading.py: test_a_trial_*"
         ),
         "test_nothing_is_preloaded_behind_what_changes_torch_and_is_left_out": (
-            "test_what_must_not_be_preloaded_is_left_out_*"
+            "nearest: tests/unit/agent/test_preloading.py: test_a_trial_*"
         ),
         "test_a_rank_in_the_environment_of_torchrun_itself_hides_nobody_*": (
             "tests/unit/agent/test_libraries.py: a module that is preloaded finds no rank"
@@ -258,7 +289,10 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/process/test_mirrors.py": {
-        "test_the_shards_of_a_lost_node_are_in_the_dump[[]0]": "[1]",
+        "test_the_shards_of_a_lost_node_are_in_the_dump*": (
+            "test_another_node_gets_the_shards_of_the_lost_one_*: from mirrors; test_fsdp1.py: "
+            "test_a_dump_is_whole_*: a shard of the dead"
+        ),
         "test_m*": "tests/contract/test_mirroring.py",
         "test_a_manager_that_was_restarted_knows_the_mirrors": "tests/unit/core/test_pairing.py",
         "test_a_host_whose_network_is_gone": "tests/contract/test_mirroring.py",
@@ -278,9 +312,7 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/process/test_patch.py": {
-        "test_what_cannot_be_forked_is_executed": (
-            "test_bytes.py[exec]; test_forkserver.py: a fresh interpreter"
-        ),
+        "test_what_cannot_be_forked_is_executed": "test_forkserver.py: a fresh interpreter",
         "test_inert_unless_enabled[[]extra[12]]": "[extra0]",
         "test_other_entrypoints_are_left_to_torch[[][of]*": "[no python]",
         "test_spent_budget_without_a_manager": (
@@ -363,6 +395,7 @@ _OF: dict[str, dict[str, str]] = {
         "test_a_step_may_be_cut_short_at_any_call[[]flat_[omh]*": "[flat], [flat_kept_orig]",
     },
     "tests/process/test_exchange.py": {
+        "test_averages_in_the_model_are_those_of_the_version[[][!a]*": "[assigned]",
         "test_a_replaced_rank_leaves_no_trace_in_the_result[[][15]]": "[0] and [2]",
         "test_ranks_that_are_one_version_behind_receive_the_newest[[][03]]": "[1]",
         "test_variants_of_the_script_end_with_the_same_bits[[]s*": "[adamw], [accumulate]",
@@ -381,7 +414,9 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/process/test_spawn.py": {
-        "test_libraries_have_the_number_of_threads_*[[][MG]*": "[OPENBLAS] has another name",
+        "test_libraries_have_the_number_of_threads_*": (
+            "nearest: test_looks_like_a_fresh_interpreter[fork-pools of two threads]"
+        ),
         "test_looks_like_a_fresh_interpreter[[]exec-*": "[fork-*]: the same code after the fork",
         "test_looks_like_a_fresh_interpreter[[]fork-loader by spawn]": (
             "[fork-pool by spawn], [fork-loader by fork]"
@@ -401,7 +436,9 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/examples/test_examples.py": {
-        "test_the_char_gpt_loses_a_rank_and_ends_with_the_same_digest[[]1]": "[0]",
+        "test_the_char_gpt_loses_a_rank_and_ends_with_the_same_digest*": (
+            "test_the_minimal_script_loses_a_rank_*: another model"
+        ),
         "test_a_shard_*": "tests/process/test_sharded.py: from a replica, from node memory",
         "test_a_dump_of_four_ranks_is_gone_on_from_with_two": (
             "tests/process/test_dump.py::test_another_number_of_ranks_goes_on_from_it[2]"
@@ -416,6 +453,10 @@ _OF: dict[str, dict[str, str]] = {
         "test_the_plain_script_goes_on_from_its_own_checkpoint": "test_unmodified.py",
     },
     "tests/process/test_spares.py": {
+        "test_what_is_a_ranks_alone_comes_back_in_a_step_that_the_others_have_completed": (
+            "nearest: test_a_spare_takes_the_place_of_a_lost_node[c10d]; "
+            "tests/unit/worker/test_settled_extras.py"
+        ),
         "test_a_spare_takes_the_place_of_a_lost_node[[]static]": (
             "[c10d]; test_node_0_is_lost[static]"
         ),
@@ -424,6 +465,10 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/process/test_forkserver.py": {
+        "test_preloaded_thread_makes_workers_cold": (
+            "nearest: tests/unit/agent/test_warmth.py: other reasons for a fresh interpreter"
+        ),
+        "test_close_ends_live_workers": "test_loss_of_the_agent_ends_workers[fork]",
         "test_loss_of_the_agent_ends_workers[[]exec]": "[fork]",
         "test_missing_preload_is_survived": (
             "tests/unit/agent/test_preloading.py; test_spawner.py: where no forkserver can be had"
@@ -438,8 +483,12 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/examples/test_deployment.py": {
+        "test_a_pod_that_is_to_end_saves_the_training_*": (
+            "tests/process/test_sigterm.py: test_to_everything_at_once; "
+            "test_the_start_script_hands_a_sigterm_on"
+        ),
         "test_the_start_script_ends_with_the_exit_code_of_torchrun": (
-            "test_a_pod_that_is_to_end_saves_the_training_*: the exit code says that it was saved"
+            "nearest: tests/process/test_start_script.py; test_the_start_script_hands_a_sigterm_on"
         ),
         "test_the_start_script_runs_a_job_of_one_node*": (
             "tests/process/test_start_script.py runs it, and kills a rank"
@@ -479,8 +528,9 @@ _OF: dict[str, dict[str, str]] = {
         "test_of_two_nodes_the_manager_is_lost_with_its_node[[]True]": (
             "[False]: the same without a secret"
         ),
-        "test_of_two_nodes_whether_there_is_a_spare_that_votes[[][ngl]*": (
-            "[two]; tests/simulation/test_pair_partitions.py"
+        "test_of_two_nodes_whether_there_is_a_spare_that_votes*": (
+            "test_of_two_nodes_the_manager_is_lost_with_its_node[False]; "
+            "tests/simulation/test_pair_partitions.py"
         ),
     },
     "tests/unit/msrun/test_stand_in.py": {
@@ -492,11 +542,16 @@ _OF: dict[str, dict[str, str]] = {
     },
     "tests/examples/test_megatron_ttp.py": {
         "test_it_is_saved_by_its_handlers_and_goes_on_from_that": (
-            "test_mindio_ttp.py: test_the_dump_is_made_by_the_handlers_*"
+            "nearest: test_it_loses_a_rank_and_ends_with_the_same_weights; "
+            "tests/unit/mindio_ttp/test_handlers.py: "
+            "test_one_rank_of_each_part_saves_and_one_names_it"
         ),
     },
     "tests/process/test_mindio_ttp.py": {
-        "test_the_dump_is_made_by_the_handlers_*[[]whole-*": "[parts-*]",
+        "test_the_dump_is_made_by_the_handlers_*": (
+            "nearest: tests/unit/mindio_ttp/test_handlers.py: "
+            "test_one_rank_of_each_part_saves_and_one_names_it; test_dump.py: without handlers"
+        ),
         "test_what_cannot_be_repaired_in_place_is_saved_*": (
             "tests/unit/core/test_broken.py; tests/unit/mindio_ttp/test_training.py"
         ),
@@ -531,6 +586,10 @@ _OF: dict[str, dict[str, str]] = {
         "test_workers_and_replacements_have_neither_*[[]exec]": "[fork]",
     },
     "tests/process/test_nodes.py": {
+        "test_a_node_that_finds_no_manager_trains_with_the_others": (
+            "tests/unit/core/test_missing_nodes.py: "
+            "test_a_node_whose_agent_does_not_reach_the_manager_trains_on"
+        ),
         "test_a_node_too_many_is_told_at_once_*": (
             "nearest: tests/unit/core/test_recovery_joining.py: test_who_is_refused; what is said: "
             "tests/slurm/test_slurm.py, in `make test-slurm`"
@@ -542,6 +601,9 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/process/test_bound_workers.py": {
+        "test_so_are_those_of_a_torch_that_binds_its_own_thread": (
+            "nearest: test_without_a_manager_they_are_restarted; tests/compat/test_torch_seams.py"
+        ),
         "test_bound_workers_are_replaced_by_bound_ones": (
             "test_without_a_manager_they_are_restarted: each is executed by numactl"
         ),
@@ -550,7 +612,56 @@ _OF: dict[str, dict[str, str]] = {
         "test_an_evaluation_at_the_head_of_the_loop_is_done_again_if_its_result_is_lost[[]0*": (
             "[1@8:forward]"
         ),
-        "test_a_train_state_for_each_phase_keeps_the_survivors[[]0*": "[1@3:critic], [1@3:maker]",
+        "test_a_train_state_for_each_phase_keeps_the_survivors[[][!1]*": "[1@3:maker]",
+        "test_a_train_state_for_each_phase_keeps_the_survivors[[]1@3:c*": "[1@3:maker]",
+    },
+    "tests/process/test_bytes.py": {
+        "test_a_worker_and_its_replacement_get_the_same_bytes[[]exec]": "[fork]",
+        "test_a_job_whose_folders_have_such_names_is_saved_and_goes_on": (
+            "nearest: test_a_worker_and_its_replacement_get_the_same_bytes[fork]; "
+            "test_dump.py: other folders"
+        ),
+        "test_a_name_that_others_are_told_is_refused_before_anything_runs*": (
+            "tests/unit/test_config.py: names that are no UTF-8"
+        ),
+    },
+    "tests/process/test_started_again.py": {
+        "test_two_nodes_are_started_again_within_the_lease_of_their_manager": (
+            "tests/unit/manager/test_begun_anew.py; tests/unit/manager/test_late.py"
+        ),
+    },
+    "tests/process/test_networks.py": {
+        "test_a_node_whose_place_a_spare_has_taken_ends_and_can_be_the_next_spare": (
+            "test_spares.py: test_a_spare_takes_the_place_of_a_lost_node[c10d]; "
+            "tests/unit/core/test_spares.py: "
+            "test_the_place_of_a_spare_that_ends_is_offered_to_the_next"
+        ),
+    },
+    "tests/process/test_cut_off.py": {
+        "test_a_rank_dies_while_its_node_is_cut_off": (
+            "tests/unit/core/test_recovery_reconnecting.py; "
+            "test_networks.py: test_a_link_that_is_lossy_and_then_cut_*"
+        ),
+    },
+    "tests/process/test_cut_short.py": {
+        "test_the_first_step_after_a_restart_never_comes": "tests/unit/core/test_cut_short.py",
+    },
+    "tests/simulation/test_simulation.py": {
+        "TestSharded::test_a_death_at_any_moment_costs_no_step[[][12]]": (
+            "[0], [3]; random histories have deaths at any moment"
+        ),
+    },
+    "tests/simulation/test_partitions.py": {
+        "test_without_one_of_the_rules_the_job_is_there_twice*": (
+            "that each rule is needed, which changes seldom; that they hold: "
+            "test_whatever_happens_two_managers_never_bring_the_job_on"
+        ),
+    },
+    "tests/simulation/test_pair_partitions.py": {
+        "test_without_one_of_the_rules_the_job_is_there_twice*": (
+            "that each rule is needed, which changes seldom; that they hold: "
+            "test_whatever_happens_two_managers_never_bring_the_job_on"
+        ),
     },
 }
 EXTENDED: tuple[tuple[str, str], ...] = tuple(

@@ -136,7 +136,7 @@ PROMISES: dict[str, tuple[str, ...]] = {
     ),
     "it leaves a checkpoint first, from which the same command line goes on": (
         f"{_DUMP}test_the_next_start_goes_on_to_the_last_bit*",
-        "tests/process/test_mirrors.py::test_the_shards_of_a_lost_node_are_in_the_dump*",
+        "tests/process/test_networks.py::test_a_host_that_is_killed_is_named_and_the_job_saved",
     ),
     "State may be replicated (DDP) or sharded (FSDP2, HSDP, TP, FSDP1, ZeroRedundancyOptimizer)": (
         "tests/process/test_sharded.py::test_a_shard_comes_from_its_replica*",
@@ -173,13 +173,11 @@ PROMISES: dict[str, tuple[str, ...]] = {
         "tests/process/test_node_memory.py::test_a_torchrun_on_the_same_host_has_the_snapshots_*",
     ),
     "keeps another one in the memory of a node on another host": (
-        "tests/process/test_mirrors.py::test_the_shards_of_a_lost_node_are_in_the_dump*",
         "tests/process/test_mirrors.py::test_another_node_gets_the_shards_of_the_lost_one_*",
     ),
     "or a pod that is evicted": (
         "tests/process/test_sigterm.py::test_to_workers_saves_the_step_that_is_under_way*",
         "tests/process/test_sigterm.py::test_to_everything_at_once",
-        "tests/examples/test_deployment.py::test_a_pod_that_is_to_end_saves_the_training_*",
     ),
     "`restore()` reads the newest whole one, whatever the number of processes now": (
         f"{_DUMP}test_another_number_of_ranks_goes_on_from_it*",

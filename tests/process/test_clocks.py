@@ -31,7 +31,8 @@ def _uptime(*prefix: str) -> float:
     return float(text.split()[0])
 
 
-@pytest.mark.parametrize("lost", [pytest.param(1, marks=pytest.mark.extended("[3]")), 3])
+@pytest.mark.extended("nearest: test_nodes.py: nodes whose clocks agree")
+@pytest.mark.parametrize("lost", [1, 3])
 def test_a_rank_is_replaced_on_either_node(
     tmp_path: pathlib.Path,
     reference: Callable[..., dict[int, str]],  # noqa: F811

@@ -169,7 +169,7 @@ def test_a_host_that_is_cut_off_with_the_manager_does_not_go_on(
 
 @pytest.mark.extended(
     "tests/unit/core/test_election.py: test_a_node_that_was_only_cut_off_keeps_its_processes; "
-    "test_cut_off.py heals a host"
+    "test_networks.py heals a host"
 )
 def test_a_host_that_is_cut_off_with_the_manager_comes_back_with_its_process(
     tmp_path: pathlib.Path,

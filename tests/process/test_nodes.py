@@ -268,7 +268,8 @@ def test_what_is_left_is_saved_if_the_node_went_while_no_manager_was_there(
         assert job.leftovers() == set()
 
 
-@pytest.mark.parametrize("culprit", [2, pytest.param(0, marks=pytest.mark.extended("[2]"))])
+@pytest.mark.extended("tests/unit/core/test_recovery_end.py: test_a_death_after_release_*")
+@pytest.mark.parametrize("culprit", [2, 0])
 def test_all_hear_of_a_process_that_fails_when_the_training_is_over(
     tmp_path: pathlib.Path, culprit: int
 ) -> None:

@@ -172,7 +172,8 @@ def test_a_spare_that_is_gone_is_passed_over(
 
 
 @pytest.mark.extended(
-    "test_networks.py: test_a_node_whose_place_a_spare_has_taken_ends_and_can_be_the_next_spare"
+    "nearest: tests/unit/core/test_spares.py: "
+    "test_the_place_of_a_spare_that_ends_is_offered_to_the_next"
 )
 def test_a_lost_node_comes_back_and_is_the_next_spare(
     tmp_path: pathlib.Path,
@@ -197,7 +198,6 @@ def test_a_lost_node_comes_back_and_is_the_next_spare(
 
 @pytest.mark.extended(
     "tests/unit/manager/test_late.py: test_one_agent_that_is_back_tells_that_the_job_runs; "
-    "test_started_again.py: one that asks and waits; "
     "test_a_spare_takes_the_place_of_a_lost_node[c10d]"
 )
 def test_a_torchrun_that_is_started_again_with_c10d(
@@ -235,9 +235,7 @@ def test_a_job_that_replaces_no_nodes_has_no_use_for_a_spare(tmp_path: pathlib.P
     [
         pytest.param(
             True,
-            marks=pytest.mark.extended(
-                "test_networks.py: test_a_node_whose_place_a_spare_has_taken_*: the next spare"
-            ),
+            marks=pytest.mark.extended("[fails]; tests/unit/core/test_spares.py"),
         ),
         False,
     ],
@@ -256,8 +254,7 @@ def test_spares_end_with_the_job(tmp_path: pathlib.Path, *, is_well: bool) -> No
 
 
 @pytest.mark.extended(
-    "tests/unit/core/test_spares.py: test_the_place_of_a_spare_that_ends_is_offered_to_the_next; "
-    "test_elections.py: test_of_two_nodes_whether_there_is_a_spare_that_votes[two]"
+    "tests/unit/core/test_spares.py: test_the_place_of_a_spare_that_ends_is_offered_to_the_next"
 )
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_spare_may_be_ended(tmp_path: pathlib.Path, number: int) -> None:
