@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import itertools
 import os
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 48 << 20  # about 100 MB of memory: 30 ms and more
 HELD_US = 50_000
+NEVER_S = 600.0
 ATTEMPTS = 20  # on a busy machine the other thread may have to wait for its processor, too
 
 
@@ -49,11 +51,26 @@ class Turns:
             self._times.append(time.perf_counter())
             time.sleep(0)
 
+    def _await_turn(self) -> None:
+        count = len(self._times)
+        while len(self._times) < count + 2:
+            time.sleep(0)
+
     def has_waited_for(self, call: Callable[[], object]) -> bool:
-        """Whether there was no turn in more than half of the time that the call took."""
-        begin = time.perf_counter()
-        call()
-        end = time.perf_counter()
+        """Whether there was no turn in more than half of the time that the call took.
+
+        Only the call gives the interpreter lock away meanwhile: who has had to give it up outside
+        of it, and then waits for a processor, would take turns for those of the call.
+        """
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(NEVER_S)
+        try:
+            self._await_turn()  # from now on it waits as long
+            begin = time.perf_counter()
+            call()
+            end = time.perf_counter()
+        finally:
+            sys.setswitchinterval(interval)
         times = [begin, *(at for at in self._times if begin < at < end), end]
         longest = max(after - before for before, after in itertools.pairwise(times))
         return longest > (end - begin) / 2
@@ -116,5 +133,6 @@ def empty(turns: Turns) -> bool:
 
 @pytest.mark.parametrize("what", [fill, form, discard, close, empty])
 def test_another_thread_takes_turns_meanwhile(turns: Turns, what: Callable[[Turns], bool]) -> None:
-    assert turns.has_waited_for(lambda: ctypes.PyDLL(None).usleep(HELD_US)), "it can be seen"
+    hold = ctypes.PyDLL(None).usleep
+    assert turns.has_waited_for(lambda: hold(HELD_US)), "it can be seen"
     assert not all(what(turns) for _ in range(ATTEMPTS))
