@@ -6,17 +6,14 @@ from __future__ import annotations
 # `make test`.
 _OF: dict[str, dict[str, str]] = {
     "tests/process/test_recovery.py": {
+        "test_with_data_loader_processes_alive": (
+            "nearest: test_loaders.py: [stateful], whose DataLoader has a process"
+        ),
         "test_kill_of_any_rank_in_the_middle_of_a_step[[][13]]": (
             "ranks 0 and 2; all ranks in test_twenty_in_one_run"
         ),
-        "test_kill_at_each_place_of_the_first_second_and_last_step[[][12]-*": (
-            "test_twenty_in_one_run kills at each place"
-        ),
-        "test_kill_at_each_place_of_the_first_second_and_last_step[[]0-[sbo]*": (
-            "the same, and [0-forward] for the first step"
-        ),
-        "test_kill_at_each_place_of_the_first_second_and_last_step[[]11-[sof]*": (
-            "the same, and [11-before-commit] for the last step"
+        "test_kill_at_each_place_of_the_first_second_and_last_step*": (
+            "test_twenty_in_one_run kills at each place; the first and the last step: simulation"
         ),
         "test_every_other_way_to_die[[]*": "test_every_other_way_to_die_in_one_run",
         "test_one_that_restores_while_another_recovers": (
@@ -33,9 +30,6 @@ _OF: dict[str, dict[str, str]] = {
         "test_nothing_is_left_when_torchrun_is_ended[[]2]": "SIGTERM and SIGKILL",
         "test_two_agents_on_one_machine*": "test_nodes.py: two on one machine",
         "test_kill_of_any_rank_in_the_middle_of_a_step[[]2]": "[0]",
-        "test_kill_at_each_place_of_the_first_second_and_last_step[[]11-backward]": (
-            "[11-before-commit]; test_twenty_in_one_run kills at each place"
-        ),
         "test_before_and_inside_init_process_group[[]before-init]": "[in-init]",
         "test_each_rendezvous*": (
             "static: nearly all process tests; c10d: test_spares.py, test_unmodified.py; "
@@ -60,17 +54,18 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/process/test_all_gone.py": {
-        "test_all_is_saved_from_node_memory[[]hsdp]": "[fsdp]",
+        "test_all_is_saved_from_node_memory*": (
+            "test_all_go_on_from_node_memory[fsdp-1-forward]; test_fsdp1.py: test_a_dump_is_whole_*"
+        ),
         "test_all_go_on_from_node_memory[[]fsdp-3-step]": "[fsdp-1-forward] and the record's bound",
         "test_all_go_on_from_node_memory[[]hsdp-1-forward]": "[fsdp-1-forward]",
-        "test_all_is_saved_from_node_memory[[]flat-FULL_SHARD]": "[fsdp]",
     },
     "tests/process/test_sharded.py": {
         "test_with_what_debugging_puts_around_groups": (
             "tests/unit/worker/test_device.py: a wrapper for devices; [hsdp-forward] without it"
         ),
         "test_a_dump_takes_the_shards_of_the_dead_from_node_memory*": (
-            "test_all_gone.py::test_all_is_saved_from_node_memory[fsdp]"
+            "test_fsdp1.py: test_a_dump_is_whole_*; test_all_gone.py: from node memory"
         ),
         "test_before_anybody_has_a_version_nobody_passes_for_a_replica*": (
             "tests/unit/worker/test_shard_report.py: test_before_all_have_come_*"
@@ -82,7 +77,7 @@ _OF: dict[str, dict[str, str]] = {
             "tests/unit/core/test_dying.py: test_a_part_that_is_nowhere_ends_the_job_*"
         ),
         "test_a_dump_takes_the_shard_of_a_rank_that_hangs": (
-            "tests/unit/core/test_dying.py; test_all_gone.py takes shards from node memory"
+            "tests/unit/core/test_dying.py; test_all_gone.py goes on from node memory"
         ),
         "test_a_dump_without_a_rank_is_whole_and_another_world_goes_on_from_it[[]tp-]": (
             "[hsdp-fsdp]; tests/unit/worker/test_sharded_checkpoints.py"
@@ -146,8 +141,9 @@ _OF: dict[str, dict[str, str]] = {
         "test_a_node_that_is_to_end_saves_at_the_end_of_the_step": (
             "test_sigterm.py: test_to_everything_at_once, test_to_workers_saves_the_step_*"
         ),
-        "test_the_next_start_goes_on_to_the_last_bit[[][021]@[15]:b*": (
-            "[1@5:forward:kill], [3@5:optimizer:last-kill]"
+        "test_the_next_start_goes_on_to_the_last_bit[[][021]@[15]:b*": ("[1@5:forward:kill]"),
+        "test_the_next_start_goes_on_to_the_last_bit[[]3@5:o*": (
+            "[1@5:forward:kill]; tests/unit/core/test_advance.py: test_before_a_dump"
         ),
         "test_the_next_start_goes_on_to_the_last_bit[[]1@7*": (
             "[1@5:forward:kill]; tests/unit/core/test_dying.py"
@@ -277,6 +273,10 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/process/test_hangs.py": {
+        "test_a_rank_that_is_stopped_at_the_gate_is_replaced_as_soon_as_in_a_step": (
+            "tests/unit/core/test_hangs.py, of the same name; "
+            "test_a_rank_that_stands_still_is_replaced[step-stop-*]"
+        ),
         "test_a_rank_that_stands_still_is_replaced[[]step-sp*": "[forward-spin-*]",
         "test_a_rank_that_stands_still_is_replaced[[]forward-s[tl]*": (
             "[step-stop-*], [step-sleep-*]"
@@ -308,7 +308,11 @@ _OF: dict[str, dict[str, str]] = {
         ),
         "test_a_replaced_rank_goes_on_being_profiled": "tests/unit/core/test_profiling.py",
         "test_the_groups_of_each_rank_are_written": (
-            "tests/unit/worker/test_groups.py; the switch: test_on_and_off_while_the_job_trains"
+            "tests/unit/worker/test_groups.py; tests/unit/manager/test_profiling_switch.py"
+        ),
+        "test_on_and_off_while_the_job_trains": (
+            "tests/unit/manager/test_profiling_switch.py; tests/unit/core/test_profiling.py; "
+            "tests/unit/worker/test_profiling.py"
         ),
     },
     "tests/process/test_patch.py": {
@@ -379,12 +383,14 @@ _OF: dict[str, dict[str, str]] = {
         ),
         "test_a_shard_that_was_torn_is_overwritten[[]*[ps]]": "[hsdp], [zero_pairs], [flat_hybrid]",
         "test_a_shard_that_was_torn_is_overwritten[[]flat_hybrid_orig]": "[flat_hybrid]",
-        "test_a_stopped_run_ends_with_the_same_bits[[]tp_fsdp-4]": "[fsdp-4], [tp-4]",
+        "test_a_stopped_run_ends_with_the_same_bits[[]tp*-4]": (
+            "nearest: [fsdp-4]; test_sharded_checkpoints.py: [tp]"
+        ),
         "test_a_stopped_run_ends_with_the_same_bits[[]hsdp-4]": (
             "[fsdp-4]; test_sharded.py: [hsdp-forward]"
         ),
         "test_a_lost_shard_is_received_from_its_replica[[]tp-*": (
-            "[zero_pairs-*], [stages-*]; the groups of tp: test_a_stopped_run_*[tp-4]"
+            "[zero_pairs-*], [stages-*]; the groups of tp: test_sharded_checkpoints.py: [tp]"
         ),
     },
     "tests/unit/worker/test_units.py": {
@@ -414,6 +420,18 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/process/test_spawn.py": {
+        "test_looks_like_a_fresh_interpreter[[]fork-probe b*": "[fork-probe in a folder]",
+        "test_looks_like_a_fresh_interpreter[[]fork-probe as module]": "[fork-module]",
+        "test_looks_like_a_fresh_interpreter[[]fork-pools]": "[fork-pools of two threads]",
+        "test_looks_like_a_fresh_interpreter[[]fork-pool by forkserver]": "[fork-pool by spawn]",
+        "test_looks_like_a_fresh_interpreter[[]fork-exit [no]*": "[fork-exit text]",
+        "test_looks_like_a_fresh_interpreter[[]fork-chained exception]": "[fork-exception]",
+        "test_looks_like_a_fresh_interpreter[[]fork-system exit with cause]": "[fork-exit text]",
+        "test_looks_like_a_fresh_interpreter[[]fork-broken excepthook]": "[fork-own excepthook]",
+        "test_looks_like_a_fresh_interpreter[[]fork-[ast][be][orgm]*": "[fork-killed]",
+        "test_looks_like_a_fresh_interpreter[[]fork-atexit raises]": "[fork-atexit order]",
+        "test_looks_like_a_fresh_interpreter[[]fork-thread raises]": "[fork-thread]",
+        "test_looks_like_a_fresh_interpreter[[]fork-module raises]": "[fork-module]",
         "test_libraries_have_the_number_of_threads_*": (
             "nearest: test_looks_like_a_fresh_interpreter[fork-pools of two threads]"
         ),
@@ -447,18 +465,21 @@ _OF: dict[str, dict[str, str]] = {
     "tests/examples/test_digits.py": {
         "test_a_killed_process_changes_nothing*": (
             "test_examples.py: other scripts; test_loops.py: an evaluation is done again; "
-            "test_recovery.py: processes of a DataLoader"
+            "test_loaders.py: [stateful], whose DataLoader has a process"
         ),
         "test_both_train_to_the_same_in_one_process": "test_examples.py: other scripts",
         "test_the_plain_script_goes_on_from_its_own_checkpoint": "test_unmodified.py",
     },
     "tests/process/test_spares.py": {
+        "test_spares_end_with_the_job*": (
+            "nearest: tests/unit/core/test_spares.py; tests/unit/manager/test_imports.py"
+        ),
         "test_what_is_a_ranks_alone_comes_back_in_a_step_that_the_others_have_completed": (
             "nearest: test_a_spare_takes_the_place_of_a_lost_node[c10d]; "
             "tests/unit/worker/test_settled_extras.py"
         ),
         "test_a_spare_takes_the_place_of_a_lost_node[[]static]": (
-            "[c10d]; test_node_0_is_lost[static]"
+            "[c10d]; test_nodes.py: test_another_torchrun_takes_the_place_of_a_lost_node[once]"
         ),
         "test_a_spare_has_imported_what_the_workers_import*": (
             "test_preloading.py; tests/unit/manager/test_imports.py: spares are told"
@@ -602,10 +623,13 @@ _OF: dict[str, dict[str, str]] = {
     },
     "tests/process/test_bound_workers.py": {
         "test_so_are_those_of_a_torch_that_binds_its_own_thread": (
-            "nearest: test_without_a_manager_they_are_restarted; tests/compat/test_torch_seams.py"
+            "nearest: tests/compat/test_torch_seams.py"
+        ),
+        "test_without_a_manager_they_are_restarted": (
+            "nearest: test_recovery.py: test_without_a_manager_a_death_restarts_the_group_*"
         ),
         "test_bound_workers_are_replaced_by_bound_ones": (
-            "test_without_a_manager_they_are_restarted: each is executed by numactl"
+            "nearest: test_forkserver.py: a fresh interpreter"
         ),
     },
     "tests/process/test_loops.py": {
@@ -658,9 +682,30 @@ _OF: dict[str, dict[str, str]] = {
         ),
     },
     "tests/simulation/test_pair_partitions.py": {
+        "test_whatever_has_happened_another_is_elected_once_all_reach_each_other": (
+            "nearest: test_in_every_pattern_two_of_the_three_go_on_and_no_others; "
+            "tests/simulation/test_partitions.py: test_in_every_pattern_the_larger_part_goes_on_*"
+        ),
         "test_without_one_of_the_rules_the_job_is_there_twice*": (
             "that each rule is needed, which changes seldom; that they hold: "
             "test_whatever_happens_two_managers_never_bring_the_job_on"
+        ),
+    },
+    "tests/process/test_lost_store.py": {
+        "test_a_survivor_leaves_its_way_to_a_store_that_is_gone": (
+            "nearest: tests/unit/core/test_meeting.py: test_the_store_of_the_rendezvous_is_lost_*"
+        ),
+    },
+    "tests/process/test_surroundings.py": {
+        "test_a_death_costs_one_process_whatever_its_agent_has_lost": (
+            "nearest: test_limits.py: without locked memory and with few descriptors; "
+            "test_failed_starts.py: the folder of the script is away"
+        ),
+    },
+    "tests/process/test_ipv6.py": {
+        "test_a_rank_and_then_a_whole_node_are_replaced*": (
+            "nearest: tests/unit/test_config.py and test_manager_place.py: such addresses; "
+            "test_recovery.py and test_nodes.py: the same by IPv4"
         ),
     },
 }

@@ -125,8 +125,7 @@ def test_slow_steps_a_long_checkpoint_and_a_slow_start_are_no_hangs(tmp_path: pa
 
 
 @pytest.mark.extended(
-    "tests/unit/core/test_hangs.py: test_a_rank_that_stays_at_the_gate_is_replaced; "
-    "test_a_rank_that_is_stopped_at_the_gate_*"
+    "tests/unit/core/test_hangs.py: test_a_rank_that_stays_at_the_gate_is_replaced"
 )
 def test_a_rank_that_is_stuck_at_the_gate_is_replaced(
     tmp_path: pathlib.Path,

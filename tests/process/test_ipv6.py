@@ -39,20 +39,8 @@ def _missing() -> str | None:
     ("bind", "find"),
     [
         ("[::1]", "::1"),
-        pytest.param(
-            "::",
-            "[::1]",
-            marks=pytest.mark.extended("the first case; tests/unit/test_config.py: addresses"),
-        ),
-        pytest.param(
-            "",
-            "",
-            marks=pytest.mark.extended(
-                "the first case; tests/unit/test_manager_place.py: "
-                "test_nodes_that_meet_at_an_ipv6_address_reach_it_there"
-            ),
-            id="automatic",
-        ),
+        ("::", "[::1]"),
+        pytest.param("", "", id="automatic"),
     ],
 )
 def test_a_rank_and_then_a_whole_node_are_replaced(

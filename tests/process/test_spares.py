@@ -230,17 +230,7 @@ def test_a_job_that_replaces_no_nodes_has_no_use_for_a_spare(tmp_path: pathlib.P
         assert nodes.agents[0].wait(LIMIT_S).returncode == 0
 
 
-@pytest.mark.parametrize(
-    "is_well",
-    [
-        pytest.param(
-            True,
-            marks=pytest.mark.extended("[fails]; tests/unit/core/test_spares.py"),
-        ),
-        False,
-    ],
-    ids=["succeeds", "fails"],
-)
+@pytest.mark.parametrize("is_well", [True, False], ids=["succeeds", "fails"])
 def test_spares_end_with_the_job(tmp_path: pathlib.Path, *, is_well: bool) -> None:
     env = {} if is_well else {"FAULTS": "2@30:forward:always-raise"}
     with _job(tmp_path, **env) as job:
@@ -293,18 +283,11 @@ def test_a_spare_that_does_not_fit_says_why(tmp_path: pathlib.Path) -> None:
         assert nodes.agents[0].wait(LIMIT_S).returncode == 1
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "static",
-        pytest.param(
-            "c10d",
-            marks=pytest.mark.extended(
-                "[static]; test_a_spare_takes_the_place_of_a_lost_node[c10d]"
-            ),
-        ),
-    ],
+@pytest.mark.extended(
+    "nearest: test_a_spare_takes_the_place_of_a_lost_node[c10d]; test_elections.py: "
+    "test_of_two_nodes_the_manager_is_lost_with_its_node[False]"
 )
+@pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_node_0_is_lost(
     tmp_path: pathlib.Path,
     reference: Reference,  # noqa: F811
@@ -325,8 +308,7 @@ def test_node_0_is_lost(
 
 @pytest.mark.extended(
     "tests/unit/manager/test_late.py: test_one_agent_that_is_back_tells_that_the_job_runs; "
-    "tests/unit/core/test_meeting.py: test_who_is_started_again_does_not_meet_the_others_*; "
-    "test_node_0_is_lost[static]"
+    "tests/unit/core/test_meeting.py: test_who_is_started_again_does_not_meet_the_others_*"
 )
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_node_0_is_started_again(
@@ -433,8 +415,7 @@ def _with_address(job: harness.Job, is_host: str, address: str, **env: str) -> h
 
 
 @pytest.mark.extended(
-    "tests/unit/core/test_meeting.py: test_the_node_is_lost_to_which_they_have_moved; "
-    "test_node_0_is_lost[static]"
+    "tests/unit/core/test_meeting.py: test_the_node_is_lost_to_which_they_have_moved"
 )
 def test_both_nodes_are_lost_one_after_the_other(
     tmp_path: pathlib.Path,
