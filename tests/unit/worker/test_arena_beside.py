@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 48 << 20  # about 100 MB of memory: 30 ms and more
 HELD_US = 50_000
-NEVER_S = 600.0
+NEVER_S = 600.0  # after which a thread asks for the interpreter lock: not within a test
 ATTEMPTS = 20  # on a busy machine the other thread may have to wait for its processor, too
 
 
@@ -59,13 +59,14 @@ class Turns:
     def has_waited_for(self, call: Callable[[], object]) -> bool:
         """Whether there was no turn in more than half of the time that the call took.
 
-        Only the call gives the interpreter lock away meanwhile: who has had to give it up outside
-        of it, and then waits for a processor, would take turns for those of the call.
+        Meanwhile no thread asks for the interpreter lock. Otherwise this one might have to give it
+        up between the reading of the clock and the call, and wait for a processor: the turns that
+        the other thread takes then would count as if it had taken them during the call.
         """
         interval = sys.getswitchinterval()
         sys.setswitchinterval(NEVER_S)
         try:
-            self._await_turn()  # from now on it waits as long
+            self._await_turn()  # so that the other thread has read the new interval
             begin = time.perf_counter()
             call()
             end = time.perf_counter()
