@@ -110,7 +110,7 @@ def _mark(config: pytest.Config, items: list[pytest.Item]) -> None:
     unused = lanes.mark(items)
     if unused and config.args == ["tests"]:
         raise pytest.UsageError(
-            f"no test is called {', '.join(sorted(unused))}: see tests/extended.py"
+            f"no test is called {', '.join(sorted(unused))}: see tests/extended"
         )
     unproved = lanes.unproved(items) if config.args == ["tests"] else set()
     if unproved:

@@ -9,7 +9,7 @@ Outside of all of these: tests marked `gpu`, and tests marked `slurm` (`make tes
 
 A test is extended because something in `make test` proves the same in another way. What that is,
 its marker says: `@pytest.mark.extended("[3]")`, `marks=pytest.mark.extended("test_x.py: test_y")`;
-without that, nothing is run. For older tests tests/extended.py says it. Where nothing proves all
+without that, nothing is run. For older tests tests/extended says it. Where nothing proves all
 of it, the reason names what comes nearest, after the word "nearest".
 """
 
