@@ -226,6 +226,7 @@ def _become(request: dict) -> NoReturn:
     os.environ.update(request["env"])
     _write_mark(request["env"].get(MARK_ENV, "none"))
     libraries.free_what_is_counted()
+    libraries.skip_inherited_destructors()
     arguments = request["arguments"]
     sys.orig_argv[:] = [sys.executable, "-u", *arguments]
     if arguments[0] == "-m":
@@ -252,6 +253,7 @@ def _write_mark(mark: str) -> None:
 
 
 def _main() -> None:
+    gc.disable()  # nearly all that imports make stays
     is_for_managers = sys.argv[3] == "manager"
     modules = _OF_A_MANAGER if is_for_managers else (*libraries.PRELOAD, *_OF_A_TORCHRUN)
     for name in modules:
@@ -259,6 +261,7 @@ def _main() -> None:
     libraries.warm_optimizers()
     gc.collect()
     gc.freeze()  # collections in the children copy no pages then
+    gc.enable()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     request = _serve(int(sys.argv[1]), sys.argv[2])
     _become(request)

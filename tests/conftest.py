@@ -23,6 +23,10 @@ os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 # group waits there for threads that only its first process has.
 os.register_at_fork(after_in_child=gc.freeze)
 
+# Until the tests are collected (see pytest_collection_finish): nearly all that imports make stays,
+# and would be looked at again and again.
+gc.disable()
+
 # In the background of a script they are ignored, and would be in all that tests start.
 for _number, _usual in (
     (signal.SIGINT, signal.default_int_handler),
@@ -117,6 +121,12 @@ def _mark(config: pytest.Config, items: list[pytest.Item]) -> None:
         raise pytest.UsageError(
             f"`make test` has no {', '.join(sorted(unproved))}: see tests/promises.py"
         )
+
+
+def pytest_collection_finish() -> None:
+    """Let the collector of garbage look only at what the tests make from now on."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-EVERY, STEPS = 3, 60
+EVERY, STEPS = 3, 36
 # One step after each of two snapshots: while it is held, what is mirrored is no matter of speed.
 HELD = (EVERY + 1, 2 * EVERY + 1)
 TRAINING = {"LAYOUT": "fsdp", "NOISE": "1", "STEPS": str(STEPS)}
 MIRRORED = {
     **TRAINING,
-    "HOLD_AT": "50",  # so that it is not over before a node is lost
+    "HOLD_AT": "30",  # so that it is not over before a node is lost
     "SNAPSHOT_EVERY": str(EVERY),
     "SNAPSHOT_BUDDY": "1",
     "STEP_S": "0.03",
@@ -289,7 +289,7 @@ def test_mirrors_follow_a_recovery_in_place(
     env = {
         "FAULTS": "3@10:backward-end:kill",
         "TASKD_RECOVER_STRATEGY": "recover-in-place,dump",
-        "HOLD_AT": "11,50",
+        "HOLD_AT": "11,30",
     }
     with harness.job(tmp_path, **MIRRORED | env) as job:
         agents = start(job, ("one", "two"))

@@ -33,7 +33,7 @@ KEPT = {
     **TRAINING,
     "SNAPSHOT_EVERY": str(EVERY),
     "STEP_S": "0.03",
-    "HOLD_AT": "50",  # so that it is not over before a node is lost
+    "HOLD_AT": "30",  # so that it is not over before a node is lost
     "TASKD_FAULT_TIMEOUT": "6",
     "TASKD_RECOVER_STRATEGY": "recover",
 }

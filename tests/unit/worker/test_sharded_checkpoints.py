@@ -3,6 +3,8 @@
 Read by the same world to the last bit, and by another one.
 """
 
+import functools
+
 import pytest
 import sharded_saving
 
@@ -29,12 +31,23 @@ KINDS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def undisturbed(world, tmp_path_factory):
+    """By kind: what each of four ranks has after a training that nothing stops. Trained once."""
+
+    @functools.cache
+    def train(kind):
+        folder = tmp_path_factory.mktemp("none")
+        return world.run(sharded_saving.train_and_save, kind, str(folder), 0)
+
+    return train
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_world_goes_on_to_the_last_bit(world, tmp_path, kind):
-    undisturbed = world.run(sharded_saving.train_and_save, kind, str(tmp_path / "none"), 0)
+def test_the_same_world_goes_on_to_the_last_bit(world, tmp_path, undisturbed, kind):
     world.run(sharded_saving.train_and_save, kind, str(tmp_path / "some"), 2, 3)
     resumed = world.run(sharded_saving.resume, kind, str(tmp_path / "some"))
-    for rank, (before, after) in enumerate(zip(undisturbed, resumed, strict=True)):
+    for rank, (before, after) in enumerate(zip(undisturbed(kind), resumed, strict=True)):
         assert after["restored"].startswith("read version 2 from ")
         assert (after["named"], after["random"]) == (before["named"], before["random"])
         assert after["seen"] == before["seen"] == 4 * (1 + rank)
@@ -116,13 +129,13 @@ def test_what_fsdp1_has_sharded_is_refused_by_another_number_of_ranks_and_anothe
 ])  # fmt: skip
 @pytest.mark.parametrize("steps", [2, 3])
 def test_parts_of_the_dead_are_saved_from_the_memory_of_their_node(
-    world, tmp_path, kind, orphaned, steps
+    world, tmp_path, undisturbed, kind, orphaned, steps
 ):
     """Those that have no living replica; of those that have one nothing is written twice.
 
     The living have version 2 live, or as a snapshot, too.
     """
-    _is_saved_from_memory(world, tmp_path, kind, orphaned, steps)
+    _is_saved_from_memory(world, tmp_path, undisturbed(kind), kind, orphaned, steps)
 
 
 @pytest.mark.parametrize(
@@ -136,13 +149,13 @@ def test_parts_of_the_dead_are_saved_from_the_memory_of_their_node(
 )
 @pytest.mark.parametrize("steps", [2, 4])
 def test_what_is_a_dead_ranks_alone_is_saved_too(
-    world, tmp_path, kind, orphaned, replicated, steps
+    world, tmp_path, undisturbed, kind, orphaned, replicated, steps
 ):
     """Generators and values are in its black box or, of an older version, with its snapshot."""
-    _is_saved_from_memory(world, tmp_path, kind, orphaned, steps, replicated)
+    _is_saved_from_memory(world, tmp_path, undisturbed(kind), kind, orphaned, steps, replicated)
 
 
-def _is_saved_from_memory(world, tmp_path, kind, orphaned, steps, replicated=()):
+def _is_saved_from_memory(world, tmp_path, undisturbed, kind, orphaned, steps, replicated=()):
     dead = {*orphaned, *replicated}
     for rank, said in enumerate(
         world.run(sharded_saving.dump_from_memory, kind, str(tmp_path), orphaned, steps, replicated)
@@ -152,7 +165,6 @@ def _is_saved_from_memory(world, tmp_path, kind, orphaned, steps, replicated=())
         assert said[1] == (
             ("published", str(tmp_path / "dump-000000000002")) if rank == publisher else ("", "")
         )
-    undisturbed = world.run(sharded_saving.train_and_save, kind, str(tmp_path / "none"), 0)
     resumed = world.run(sharded_saving.resume, kind, str(tmp_path))
     for before, after in zip(undisturbed, resumed, strict=True):
         assert after["restored"].startswith("read version 2 from ")
