@@ -259,6 +259,7 @@ def _main() -> None:
     for name in modules:
         importlib.import_module(name)
     libraries.warm_optimizers()
+    libraries.keep_operators()
     gc.collect()
     gc.freeze()  # collections in the children copy no pages then
     gc.enable()

@@ -316,6 +316,7 @@ class _Process:
         if threads > 1:
             raise RuntimeError(f"{threads} threads after the imports, though none in the trial")
         libraries.free_what_is_counted()
+        libraries.keep_operators()
         program.prepare_forks()
         gc.collect()
         gc.freeze()
@@ -390,13 +391,17 @@ class _Process:
 
 
 def foreign_modules(parsed: program.Program, report: dict[str, Any]) -> list[str]:
-    """What a worker has imported, without the script's own modules."""
+    """What a worker has imported and this process has not, without the script's own modules."""
     own = Own(program.folder_of(parsed))
     package = parsed.target.partition(".")[0] if parsed.is_module else None
     return [
         name
         for name, place in report["modules"]
-        if name != "__mp_main__" and name.partition(".")[0] != package and not own.has(place)
+        # the path last: to look at those of all modules of torch takes 0.1 s
+        if name not in sys.modules
+        and name != "__mp_main__"
+        and name.partition(".")[0] != package
+        and not own.has(place)
     ]
 
 
@@ -406,7 +411,7 @@ def imported(request: SpawnRequest, report: dict[str, Any]) -> Imported:
     assert parsed is not None  # it was started by a fork
     theirs, ours = report["environment"], dict(os.environ)
     differing = {name for name in theirs.keys() | ours if theirs.get(name) != ours.get(name)}
-    names = [name for name in foreign_modules(parsed, report) if name not in sys.modules]
+    names = foreign_modules(parsed, report)
     lengths = itertools.accumulate(len(name) for name in names)
     count = sum(length <= _TOLD_CHARACTERS for length in lengths)
     return Imported(names[:count], sorted(differing | set(request.own)))

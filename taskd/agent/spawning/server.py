@@ -113,6 +113,7 @@ class _Server:
             )
             log.warning("%s: workers are started as fresh interpreters", self._cold_reason)
         libraries.free_what_is_counted()
+        libraries.keep_operators()
         program.prepare_forks()
         gc.collect()
         gc.freeze()

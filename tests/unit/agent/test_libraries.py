@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import types
 from typing import TYPE_CHECKING
@@ -27,6 +28,36 @@ def test_what_nanobind_counts_is_given_back_at_the_end(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "triton._C.libtriton", binding)
     libraries.free_what_is_counted()
     assert registered == [libraries.gc.unfreeze]
+
+
+ENDS = """
+import os, sys, weakref
+import torch
+from taskd.agent.spawning import libraries
+
+class Any:
+    pass
+
+def take_down(*_):
+    print("operators", flush=True)
+
+take_down.__module__ = "torch.library"
+torch.library._del_library = take_down
+inherited, asked_for = torch.library.Library("inherited", "DEF"), Any()
+weakref.finalize(asked_for, print, "asked for", flush=True)
+libraries.keep_operators()
+if os.fork():
+    os._exit(os.waitstatus_to_exitcode(os.wait()[1]))
+own = torch.library.Library("own", "DEF")
+"""
+
+
+def test_operators_are_kept_at_the_end_of_a_fork_and_no_more_than_they() -> None:
+    """Its own ones are taken down, and what anybody else has asked for is done."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert sorted(ended.stdout.splitlines()) == ["asked for", "operators"]
 
 
 def test_a_module_that_is_preloaded_finds_no_rank_of_the_pod(
