@@ -42,12 +42,8 @@ PROMISES: dict[str, tuple[str, ...]] = {
         f"{_COMMAND}test_the_manager_does_not_outlive_a_killed_torchrun",
     ),
     "Settings fit into the same line": (f"{_COMMAND}test_a_killed_rank_is_replaced_in_place",),
-    "or edit torch once": (
-        "tests/process/test_patch.py::test_sed_installs_it",
-        "tests/process/test_start_script.py::test_a_rank_that_is_killed_is_replaced_*",
-    ),
+    "or edit torch once": ("tests/process/test_patch.py::test_sed_installs_it",),
     "All of them do nothing unless `TASKD_PROCESS_ENABLE` is `on`": (
-        "tests/process/test_patch.py::test_inert_unless_enabled*",
         f"{_ENTRY}test_a_torchrun_that_does_not_ask_for_it_is_left_alone",
     ),
     "To use two of them is the same as to use one": (

@@ -9,10 +9,11 @@ TESTS: dict[str, dict[str, str]] = {
             "test_the_start_script_hands_a_sigterm_on"
         ),
         "test_the_start_script_ends_with_the_exit_code_of_torchrun": (
-            "nearest: tests/process/test_start_script.py; test_the_start_script_hands_a_sigterm_on"
+            "nearest: test_the_start_script_hands_a_sigterm_on"
         ),
         "test_the_start_script_runs_a_job_of_one_node*": (
-            "tests/process/test_start_script.py runs it, and kills a rank"
+            "nearest: test_the_start_script_hands_a_sigterm_on; "
+            "tests/process/test_one_command.py: test_a_killed_rank_is_replaced_in_place"
         ),
     },
     "tests/examples/test_digits.py": {
@@ -40,6 +41,9 @@ TESTS: dict[str, dict[str, str]] = {
         ),
     },
     "tests/simulation/test_explorer.py": {
+        "test_any_fault_at_any_moment_of_two_nodes_with_one_rank[[]True]": (
+            "nearest: [False]; test_simulation.py: TestSharded; 6,000 random histories in `.ci/run`"
+        ),
         "test_a_node_that_keeps_to_itself_who_waits_is_found": (
             "it proves the check of the explorer itself, which changes seldom"
         ),
@@ -122,8 +126,11 @@ TESTS: dict[str, dict[str, str]] = {
         "test_a_stopped_run_ends_with_the_same_bits[[]flat_hybrid_orig-4]": (
             "[flat_hybrid-4], [flat_kept_orig-4]"
         ),
-        "test_a_lost_shard_is_received_from_its_replica[[]*victims[1468]]": (
+        "test_a_lost_shard_is_received_from_its_replica[[]*victims[468]]": (
             "the other victim of the same layout"
+        ),
+        "test_a_lost_shard_is_received_from_its_replica[[]hsdp-*": (
+            "test_sharded.py: test_a_shard_comes_from_its_replica[hsdp-forward]; [flat_hybrid-*]"
         ),
         "test_a_shard_that_was_torn_is_overwritten[[]*[ps]]": "[hsdp], [zero_pairs], [flat_hybrid]",
         "test_a_shard_that_was_torn_is_overwritten[[]flat_hybrid_orig]": "[flat_hybrid]",

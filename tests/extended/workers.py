@@ -74,7 +74,10 @@ TESTS: dict[str, dict[str, str]] = {
     },
     "tests/process/test_patch.py": {
         "test_what_cannot_be_forked_is_executed": "test_forkserver.py: a fresh interpreter",
-        "test_inert_unless_enabled[[]extra[12]]": "[extra0]",
+        "test_inert_unless_enabled*": (
+            "test_inert_import_loads_nothing; test_entry_point.py: "
+            "test_a_torchrun_that_does_not_ask_for_it_is_left_alone"
+        ),
         "test_other_entrypoints_are_left_to_torch[[][of]*": "[no python]",
         "test_spent_budget_without_a_manager": (
             "test_recovery.py::test_a_spent_budget_ends_the_job_and_says_so"

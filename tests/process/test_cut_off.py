@@ -78,6 +78,10 @@ def test_a_rank_dies_while_its_node_is_cut_off(tmp_path: pathlib.Path, reference
         wait_until(job, lambda: not job.leftovers())
 
 
+@pytest.mark.extended(
+    "nearest: test_nodes_that_see_that_the_manager_is_dead_fall_back_together; "
+    "tests/simulation/test_partitions.py: test_in_every_pattern_the_larger_part_goes_on_*"
+)
 def test_nobody_comes_back_before_the_others_have_given_up(tmp_path: pathlib.Path) -> None:
     """Each node ends, and says why; the one that is cut off what to do, too."""
     with two_hosts(tmp_path, TASKD_WAIT_RESCHEDULE_TIMEOUT="2") as (job, hosts):

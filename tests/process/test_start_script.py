@@ -112,6 +112,10 @@ def started(folder: pathlib.Path, **env: str) -> Iterator[tuple[harness.Job, har
             shell.end()
 
 
+@pytest.mark.extended(
+    "nearest: tests/examples/test_deployment.py: test_the_start_script_hands_a_sigterm_on; "
+    "test_patch.py: test_sed_installs_it; test_one_command.py: test_a_killed_rank_is_replaced_*"
+)
 def test_a_rank_that_is_killed_is_replaced_and_training_goes_on(tmp_path: pathlib.Path) -> None:
     settings = {"STEPS": "60", "SLEEP_S": "0.05"}
     plain = tmp_path / "plain"

@@ -63,15 +63,34 @@ def preload(extra: Iterable[str]) -> None:
     """
     for name in OF_A_WORKER:
         os.environ.pop(name, None)
-    for name in (*PRELOAD, *extra):
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001
-            if name != "numpy":
-                log.warning(
-                    "the forkserver could not preload %s: %s: %s", name, type(error).__name__, error
-                )
+    with _uncollected():
+        for name in PRELOAD:
+            _import(name)
+    for name in extra:
+        _import(name)
     warm_optimizers()
+
+
+def _import(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # noqa: BLE001
+        if name != "numpy":
+            log.warning(
+                "the forkserver could not preload %s: %s: %s", name, type(error).__name__, error
+            )
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Nearly all that imports make stays: to look for garbage in it again and again takes 0.5 s."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def warm_optimizers() -> None:
