@@ -78,7 +78,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Side by side, and what shares processes in one of them; see tests/lanes.py.
 PYTEST = $(PY) -m pytest -n $(JOBS) --dist loadgroup
 
-test: $(VENV)/tested ## before each commit: what proves each promise once (9 minutes on 2 cores)
+test: $(VENV)/tested ## before each commit: what proves each promise once (9 to 11 minutes on 2 cores)
 	$(PYTEST) -m "not extended and not gpu and not slurm" $(TESTS)
 
 test-all: $(VENV)/tested ## also the extended tests: before a release (30 minutes)
