@@ -88,8 +88,11 @@ static void *find_anywhere(enum taskd_hook_number hook, const void *own)
 static void keep_loaded(void *address)
 {
     Dl_info info;
-    if (dladdr(address, &info) != 0 && info.dli_fname != NULL)
-        dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
+    struct link_map *map = NULL;
+    /* The program itself has no name here, and stays; dlopen() would leave an error behind. */
+    if (dladdr1(address, &info, (void **)&map, RTLD_DL_LINKMAP) != 0 && map != NULL &&
+        map->l_name[0] != '\0')
+        dlopen(map->l_name, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
 }
 
 /* The entry of this key; NULL: it has none, and cannot have one if `is_new`. */

@@ -6,13 +6,15 @@ compared bit by bit.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import os
 import subprocess
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from taskd.checkpoint import owners
+from taskd.checkpoint import manifest, owners
 from taskd.checkpoint.draft import Draft
 from taskd.checkpoint.load import load
 from taskd.checkpoint.names import Kind
@@ -83,6 +85,23 @@ def assert_holds(
         "schedule": expected["schedule"],
         **{f"ranks/{rank}/random": bytes([rank, version % 256]) for rank in writers},
     }
+
+
+def signed(path: pathlib.Path, **changes: Any) -> None:
+    """Change the manifest and correct its checksum, as an attacker or a later version would."""
+    (path / "taskd.json").write_bytes(
+        manifest.encode(dataclasses.replace(manifest.read(path), **changes))
+    )
+
+
+def replaced(path: pathlib.Path, name: str, data: bytes) -> None:
+    """Replace a file and enter it in the manifest, as somebody would who wants it to be loaded."""
+    (path / name).write_bytes(data)
+    entry = manifest.FileEntry(name, len(data), hashlib.sha256(data).hexdigest())
+    signed(
+        path,
+        files=tuple(entry if file.name == name else file for file in manifest.read(path).files),
+    )
 
 
 def tree(directory: pathlib.Path) -> dict[str, bytes]:
