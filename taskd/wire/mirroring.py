@@ -29,7 +29,7 @@ MAX_SNAPSHOT_BYTES = 1 << 46  # of one rank; no node has as much memory
 
 GO = "go"  # to an Offer: the place is there
 TAKEN = "taken"  # to a Piece: the next one may come
-KEPT = "kept"  # to the last Piece: the mirror is whole
+KEPT = "kept"  # to the last Piece, or to an Offer of what is there: the mirror is whole
 LATER = "later"  # to an Offer or an Ask: not now, ask again
 DAMAGED = "damaged"  # to the last Piece: it was not what it should be
 REFUSED = "refused"  # to an Offer: there will be no mirror of this rank here; to an Ask: it is gone

@@ -231,10 +231,10 @@ class MirrorSource:
     def _hear(self, transfer: _Transfer, answer: Answer, now: float) -> None:
         assert self._pair is not None
         own = self._ranks[transfer.rank]
+        if answer.stage in (GO, TAKEN, KEPT) and not own.is_active:
+            own.is_active = True
+            own.mark()
         if answer.stage in (GO, TAKEN):
-            if not own.is_active:
-                own.is_active = True
-                own.mark()
             self._send_pieces(transfer, answer.taken)
             return
         self._transfer = None

@@ -29,6 +29,7 @@ class _Place:
     """Where a whole mirror is, and the generation in which its snapshot was made."""
 
     generation: int
+    seal: int
     arena: Arena
     slot: int
 
@@ -181,6 +182,9 @@ class MirrorStore:
                 "foreign",
                 f"node {offer.node_rank} spoke of rank {offer.rank} of node {mirror.node_rank}",
             )
+        if self._keeps(mirror, offer):
+            # The answer was lost. A second copy would take the room of the snapshot before it.
+            return Answer(offer.transfer, KEPT, outline.size)
         try:
             if mirror is None:
                 mirror = _Mirror(offer.node_rank, Arenas.create())
@@ -203,6 +207,12 @@ class MirrorStore:
             return Answer(offer.transfer, LATER)
         self._transfers[offer.node_rank] = peer, transfer
         return Answer(offer.transfer, GO)
+
+    def _keeps(self, mirror: _Mirror | None, offer: Offer) -> bool:
+        """Whether this snapshot is there, whole."""
+        with self._lock:
+            place = None if mirror is None else mirror.table.get(offer.version)
+        return place is not None and place.seal == offer.seal
 
     def _begin(
         self, offer: Offer, mirror: _Mirror, arena: Arena, outline: Outline
@@ -268,7 +278,7 @@ class MirrorStore:
                 outline.generation, outline.version
             ):
                 mirror.table[outline.version] = _Place(
-                    outline.generation, transfer.arena, held.slot
+                    outline.generation, outline.seal, transfer.arena, held.slot
                 )
             is_frozen = self._permission.is_frozen
             # the larger one holds two: see Snapshotter
