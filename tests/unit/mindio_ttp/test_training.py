@@ -223,6 +223,8 @@ class TestAStopHandlerInAThread:
     def test_it_has_the_device_of_the_process(self, job, record, monkeypatch):
         used = []
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        # A build of torch with CUDA asks its driver, which need not be there.
+        monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: torch.zeros(16, dtype=torch.uint8))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
         monkeypatch.setattr(
             torch.cuda, "set_device", lambda number: used.append((number, threading.get_ident()))
