@@ -96,9 +96,9 @@ def library() -> Extension:
             "-pthread",
             "-ldl",  # a part of the C library that was a file of its own before glibc 2.34
             "-Wl,-z,defs",
-            # Debian's Python links with it, most others do not. Without it a program that has a
-            # hooked function of its own is taken for the interposer, and its calls are not seen.
-            "-Wl,-Bsymbolic-functions",
+            # Debian's Python links with its like, most others do not. Without it a program that has
+            # a hooked function of its own is taken for the interposer, and its calls are not seen.
+            "-Wl,-Bsymbolic",
             # The name by which the binding and a preloaded copy are one library, not two.
             "-Wl,-soname,libtaskd.so",
             "-Wl,--version-script=csrc/libtaskd.map",
